@@ -1,0 +1,97 @@
+# mok.c: bare `make` lists the targets.
+
+CC     ?= gcc
+PYTHON ?= python3
+# The machine this is built on; MARCH=x86-64-v3 or similar builds for others.
+MARCH  ?= native
+OPT    ?= -O3
+
+# No fast-math. Contraction is off so that C expressions mean the same everywhere; the one file that needs fused
+# multiply-adds (the matrix product's inner loop) asks for them below.
+WARN    = -Wall -Wextra -Wshadow
+FLOAT   = -ffp-contract=off -fno-math-errno
+CFLAGS  = -std=c17 -D_GNU_SOURCE $(OPT) -g -march=$(MARCH) -fopenmp $(WARN) $(FLOAT) $(EXTRA_CFLAGS) -I.
+LDLIBS  = -lcjson -lm -lpthread
+
+LIBRARY = $(wildcard kernels/*.c kernels/cpu/*.c data/*.c model/*.c)
+TESTS   = $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
+# Tests and checks that need the double build of the library.
+DOUBLE_TESTS = test_gradients
+
+CPU    = build/cpu
+DOUBLE = build/double
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train run test test-full bench-cpu detect format clean
+
+help:
+	@echo "mok.c targets:"
+	@echo "  make run        install what is missing, build, train the tiny preset on built-in stories, sample from it"
+	@echo "  make test       build and run the tests (no GPU needed)"
+	@echo "  make train      build ./train"
+	@echo "  make test-full  make test, then sanitizers and the deliberate-mistake check of the gradients"
+	@echo "  make bench-cpu  GFLOP/s of every CPU operation beside the peak of the cores"
+	@echo "  make detect     say which compiler and libraries were found"
+	@echo "  make setup      install what is missing"
+	@echo "  make format     clang-format over the sources"
+	@echo "  make clean      remove what was built"
+
+setup:
+	@sh scripts/setup.sh
+
+detect:
+	@CC="$(CC)" sh scripts/detect.sh
+
+train: $(CPU)/train
+	@cp -f $(CPU)/train train
+
+RUN ?= runs/tiny
+run: setup
+	@$(MAKE) --no-print-directory train
+	./train --preset tiny --out $(RUN) --overwrite $(RUN_FLAGS)
+
+# ---- objects: build/cpu (float) and build/double (the same sources with a double real) ----
+
+$(CPU)/%.o: %.c
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -MMD -MP -c $< -o $@
+
+$(DOUBLE)/%.o: %.c
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -DMOK_DOUBLE -MMD -MP -c $< -o $@
+
+# Every output element goes through the one multiply-add of this file's inner loop, so contraction cannot make two
+# blocks of one product differ.
+$(CPU)/kernels/cpu/gemm.o $(DOUBLE)/kernels/cpu/gemm.o: FLOAT = -ffp-contract=fast -fno-math-errno
+
+$(CPU)/libmok.a: $(LIBRARY:%.c=$(CPU)/%.o)
+	@rm -f $@
+	@ar rcs $@ $^
+$(DOUBLE)/libmok.a: $(LIBRARY:%.c=$(DOUBLE)/%.o)
+	@rm -f $@
+	@ar rcs $@ $^
+
+$(CPU)/train: $(CPU)/train.o $(CPU)/libmok.a
+	$(CC) $(CFLAGS) $^ -o $@ $(LDLIBS)
+
+$(CPU)/tests/%: $(CPU)/tests/%.o $(CPU)/libmok.a
+	$(CC) $(CFLAGS) $^ -o $@ -lcmocka $(LDLIBS)
+$(DOUBLE)/tests/%: $(DOUBLE)/tests/%.o $(DOUBLE)/libmok.a
+	$(CC) $(CFLAGS) $^ -o $@ -lcmocka $(LDLIBS)
+
+TEST_PROGRAMS = $(foreach t,$(TESTS),$(if $(filter $(t),$(DOUBLE_TESTS)),$(DOUBLE),$(CPU))/tests/$(t))
+
+test: $(CPU)/train $(TEST_PROGRAMS)
+	@sh tests/run.sh $(TEST_PROGRAMS)
+
+bench-cpu: $(CPU)/tests/bench_cpu
+	@$(CPU)/tests/bench_cpu
+
+format:
+	clang-format -i train.c */*.c */*.h */*/*.c */*/*.h
+
+clean:
+	rm -rf build train
+
+.SECONDARY:
+-include $(shell find build -name '*.d' 2>/dev/null)

@@ -1,0 +1,178 @@
+// Every operation of the trainer, declared once. kernels/cpu implements it in readable C; the backend is chosen at
+// link time, so the model never asks which machine it runs on.
+//
+// Conventions
+//   - All matrices are row-major. N rows are tokens (batch times time). Shapes stand beside the pointers.
+//   - Pointers are device memory from device_alloc unless the comment says host.
+//   - A "_backward" writes (=) activation gradients unless it says it adds, and always adds (+=) weight gradients.
+//   - Every output element is one sum in ascending order of its summation index. Its bits depend on its own inputs
+//     only, never on the number of threads, the number of other rows, or where its block begins.
+//   - Sizes of zero are allowed and do nothing.
+//   - Products of sizes are size_t; a single size is an int.
+//   - Equations are numbered as in the DeepSeek-V3 paper (arXiv 2412.19437) where the comment says "V3 eq.".
+#ifndef MOK_KERNELS_H
+#define MOK_KERNELS_H
+
+#include "kernels/types.h"
+
+// ---- device: memory and identity ----
+
+// Zeroed memory, aligned to 256 bytes. Ends the program with the size that was asked for when there is none left.
+void *device_alloc(size_t bytes);
+void device_free(void *memory);
+void device_zero(void *memory, size_t bytes);
+void device_copy_in(void *device, const void *host, size_t bytes);
+void device_copy_out(void *host, const void *device, size_t bytes);
+
+// Conversion between host floats and device reals, n elements.
+void device_real_from_float(real *device, const float *host, size_t n);
+void device_real_to_float(float *host, const real *device, size_t n);
+// The same for accum (gradients, master weights, moments).
+void device_accum_from_float(accum *device, const float *host, size_t n);
+void device_accum_to_float(float *host, const accum *device, size_t n);
+
+// One line for people: what this binary computes on, for example "CPU, 2 threads, AVX2".
+const char *device_name(void);
+// Floating-point operations per second the device can do at most, measured once per process (CPU: a loop of
+// multiply-adds in registers on all threads). The denominator of MFU.
+double device_peak_flops(void);
+// Bytes of memory in the machine that a run can use.
+size_t device_memory_bytes(void);
+
+// ---- matrix products ----
+
+// y = x w^T + add       y, add [M, N]   x [M, K]   w [N, K]      add may be NULL (nothing) or y itself (accumulate).
+// The sum starts from add, then k ascends.
+void matmul_nt(real *y, const real *x, const real *w, int M, int N, int K, const real *add);
+// y = x w + add         y, add [M, N]   x [M, K]   w [K, N]
+void matmul_nn(real *y, const real *x, const real *w, int M, int N, int K, const real *add);
+// dw += a^T b           dw [M, N]   a [K, M]   b [K, N]     the weight-gradient product; K counts tokens
+void matmul_tn(accum *dw, const real *a, const real *b, int M, int N, int K);
+
+// The same three for E experts at once. Rows of expert e are offsets[e] .. offsets[e+1]-1 (offsets [E + 1], in device
+// memory); w and dw hold the experts' matrices one after the other. An expert without rows leaves its dw as it is.
+void grouped_matmul_nt(real *y, const real *x, const real *w, const int *offsets, int E, int N, int K);
+void grouped_matmul_nn(real *y, const real *x, const real *w, const int *offsets, int E, int N, int K);
+void grouped_matmul_tn(accum *dw, const real *a, const real *b, const int *offsets, int E, int M, int N);
+
+// ---- embedding, norm, rotary position ----
+
+// x[i] = table[ids[i]]  x [N, H]   table [V, H]   ids [N]      an id of -1 gives a row of zeros.
+void embedding_forward(real *x, const real *table, const int32_t *ids, int N, int H);
+// dtable[ids[i]] += dx[i], rows in ascending order; id -1 is skipped.
+void embedding_backward(accum *dtable, const real *dx, const int32_t *ids, int N, int H);
+
+// RMSNorm over the first C columns of each row: y = w x r,  r = (mean(x^2) + eps)^(-1/2).
+// x [N, x_stride]   y [N, y_stride]   w [C]   rstd [N] receives r.
+void rmsnorm_forward(real *y, int y_stride, accum *rstd, const real *x, int x_stride, const real *w, int N, int C,
+                     double eps);
+// dx (= or, with add, +=) r (t - xhat mean(t xhat)) with t = w dy, xhat = x r;   dw += sum over rows of dy xhat.
+// dx [N, dx_stride]   dw [C]   dy [N, dy_stride]   x [N, x_stride]
+void rmsnorm_backward(real *dx, int dx_stride, bool add, accum *dw, const real *dy, int dy_stride, const real *x,
+                      int x_stride, const real *w, const accum *rstd, int N, int C);
+
+// Rotates, in place, rope_dim columns of every head: adjacent pairs (2j, 2j+1) by the angle of position i mod T.
+// x [N, row_stride]; head h's columns begin at h * head_stride + first. angles [T, rope_dim] holds cos, sin per pair.
+// inverse turns the other way: the backward pass.
+void rope_rotate(real *x, int row_stride, int heads, int head_stride, int first, int rope_dim, const accum *angles,
+                 int N, int T, bool inverse);
+
+// ---- attention (MLA in its training form: nothing absorbed) ----
+
+// Sizes of one multi-head latent attention. Query and key heads are nope_dim + rope_dim wide, values value_dim.
+struct attention_shape {
+    int batch, length, heads; // B sequences of T tokens, n heads
+    int nope_dim, rope_dim, value_dim;
+    double scale; // of the scores before the softmax
+};
+
+// Causal softmax attention. Key of head h = [kn of head h | kr shared by all heads].
+// o [N, n*dv]   lse [B, n, T] log of the softmax denominators   q [N, n*(dn+dr)]   kv [N, n*(dn+dv)], per head dn keys
+// then dv values   kr [N, kr_stride], its first dr columns
+void attention_forward(real *o, accum *lse, const real *q, const real *kv, const real *kr, int kr_stride,
+                       struct attention_shape shape);
+// dq, dkv like q, kv; dkr [N, dkr_stride] is the sum over heads. o and lse are those of the forward pass.
+void attention_backward(real *dq, real *dkv, real *dkr, int dkr_stride, const real *d_o, const real *q, const real *kv,
+                        const real *kr, int kr_stride, const real *o, const accum *lse, struct attention_shape shape);
+
+// ---- SwiGLU ----
+
+// hidden = gate weight * silu(g) * u     gate_up [rows, 2I]: g columns, then u columns   hidden [rows, I]
+// gates: NULL for weight 1; else row r has weight gates[slot_of_row[r]] (gates [N, K], slot = token*K + k), and a row
+// whose slot is -1 becomes zeros (in both passes).
+void swiglu_forward(real *hidden, const real *gate_up, const accum *gates, const int *slot_of_row, int rows, int I);
+// d_gate_up [rows, 2I] from d_hidden [rows, I]; hidden [rows, I] is computed again for the down projection's weight
+// gradient. With gates: d_gates[slot_of_row[r]] = <d_hidden, silu(g) u>, taken before the weight, so that a zero
+// weight still gets its gradient. d_gates may be NULL when gates is.
+void swiglu_backward(real *d_gate_up, real *hidden, accum *d_gates, const real *d_hidden, const real *gate_up,
+                     const accum *gates, const int *slot_of_row, int rows, int I);
+
+// ---- router (V3 eq. 12 to 16; FP32 from start to end) ----
+
+struct router_shape {
+    int experts, top_k;
+    int groups, top_groups; // selection is limited to top_groups of groups; groups = 1 means no limit
+    bool normalize;         // selected scores are divided by their sum
+    double scale;           // routed_scaling_factor
+};
+
+// scores = sigmoid(x w^T)     scores [N, E]   x [N, H]   w [E, H]
+void router_score(accum *scores, const real *x, const real *w, int N, int E, int H);
+// ids [N, K]: the K largest of scores + bias among the best groups, largest first, ties to the lower id. A group's rank
+// is the sum of its two largest biased scores; experts of other groups are out of the running whatever their sign.
+// gates [N, K]: scale * s / (sum of the selected s + 1e-20); without normalize, scale * s. bias [E]
+void router_select(int32_t *ids, accum *gates, const accum *scores, const accum *bias, int N, struct router_shape shape);
+// counts[e] += number of ids equal to e, ids -1 not counted.   ids [N*K] as n entries   counts [E], 64-bit
+void router_count(int64_t *counts, const int32_t *ids, size_t n, int E);
+// Sequence-wise balance loss (V3 eq. 17 to 20): f_i = E/(K T) * tokens whose plain top-K of scores has i;
+// P_i = mean over the sequence of s_i / sum_j s_j.
+// f [B, E]   loss [B] receives sum_i f_i P_i, not yet multiplied by alpha   scores [B*T, E]
+void router_balance(accum *f, accum *loss, const accum *scores, int B, int T, struct router_shape shape);
+// Gradient of gates and balance loss through sigmoid and matmul:
+//   dw += dz^T x,   dx += dz w,   dz [N, E] is written (the caller's scratch).
+// d_gates [N, K]; f [B, E] of router_balance with N = B*T; balance_scale = alpha / (sequences averaged over * T).
+// x [N, H]   dx [N, H]   w, dw [E, H]
+void router_backward(real *dx, accum *dw, accum *dz, const accum *d_gates, const accum *scores, const int32_t *ids,
+                     const accum *f, double balance_scale, const real *x, const real *w, int B, int T, int H,
+                     struct router_shape shape);
+// bias[e] += rate * sign(mean count - counts[e]), compared exactly in integers: sum_j counts_j - E counts_e.
+void router_update_bias(accum *bias, const int64_t *counts, int E, double rate);
+
+// ---- dispatch and combine on one device ----
+
+// Stable placement of routes: rows are ordered by (expert, token, k).
+// offsets [E + 1] first row of each expert, offsets[E] the number of rows   row_of_slot [N*K], slot = token*K + k
+// slot_of_row [N*K]   Routes with id -1 are not placed: their row_of_slot is -1, and as many last rows have slot -1.
+void moe_place(int *offsets, int *slot_of_row, int *row_of_slot, const int32_t *ids, int N, int K, int E);
+// rows[r] = x[slot_of_row[r] / K]; a row whose slot is -1 becomes zeros.   rows [R, H]   x [N, H]
+void moe_gather(real *rows, const real *x, const int *slot_of_row, int R, int K, int H);
+// y = sum over k = 0..K-1 of rows[row_of_slot[t*K + k]], then + shared, then + residual (both may be NULL).
+// y [N, H]; slots with row -1 are skipped.
+void moe_combine(real *y, const real *rows, const int *row_of_slot, const real *shared, const real *residual, int N,
+                 int K, int H);
+
+// ---- loss ----
+
+// Softmax cross-entropy of one chunk of rows, in place: loss[i] = logsumexp(logits_i) - logits_i[target], and with
+// want_gradient logits become scale * (softmax - onehot). A target of -1 gives loss 0 and gradient 0.
+// logits [rows, V]   loss [rows]   targets [rows]
+void cross_entropy(real *logits, accum *loss, const int32_t *targets, int rows, int V, bool want_gradient,
+                   double scale);
+// Host result: sum of n values in ascending order, in double.
+double device_sum(const accum *values, size_t n);
+
+// ---- optimizer ----
+
+// Host result: sum of squares of n values, in double; the same for any number of threads. NaN and infinity survive.
+double device_sum_squares(const accum *values, size_t n);
+
+struct adamw {
+    double lr, beta1, beta2, eps, weight_decay;
+    double grad_scale; // clip factor, multiplies every gradient first
+    int64_t step;      // 1 for the first update
+};
+// Decoupled weight decay (Loshchilov and Hutter), on master weights; weight = master rounded to real.
+// All [n]. m, v moments; weight may not overlap master.
+void adamw_update(accum *master, accum *m, accum *v, real *weight, const accum *grad, size_t n, struct adamw a);
+
+#endif

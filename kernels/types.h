@@ -1,0 +1,22 @@
+// The two number types every other file is written in.
+//
+//   real    weights and activations: float on the CPU, BF16 on the GPU
+//   accum   everything that must not lose bits: router scores, gradients, master weights, moments, sums
+//
+// With -DMOK_DOUBLE both are double: the same sources then check their own gradients by finite differences.
+#ifndef MOK_KERNELS_TYPES_H
+#define MOK_KERNELS_TYPES_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef MOK_DOUBLE
+typedef double real;
+typedef double accum;
+#else
+typedef float real;
+typedef float accum;
+#endif
+
+#endif

@@ -1,0 +1,65 @@
+// Everything a run can be told: one struct, one table of flags that fills it, prints it and explains it.
+#ifndef MOK_MODEL_OPTIONS_H
+#define MOK_MODEL_OPTIONS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include "model/config.h"
+
+enum schedule { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD, SCHEDULE_CONSTANT };
+
+enum { OPTION_TEXT = 1024 }; // bytes of a path or prompt, with its final zero
+
+struct options {
+    char preset[32];
+    struct config model;
+
+    char data[OPTION_TEXT];      // "stories", or a text file
+    char eval_data[OPTION_TEXT]; // empty: the held-out part of data
+    char out[OPTION_TEXT];       // run folder
+    bool resume, overwrite;
+
+    int64_t steps;           // optimizer steps
+    int batch;               // sequences per rank and micro-batch
+    int seq;                 // tokens per sequence
+    int64_t tokens_per_step; // global tokens per optimizer step; 0: one micro-batch
+    uint64_t seed;
+
+    double lr, min_lr; // peak and last learning rate
+    enum schedule schedule;
+    int64_t warmup;      // steps
+    int64_t decay_steps; // of wsd; 0: a fifth of the steps
+    double weight_decay, clip, beta1, beta2, adam_eps;
+
+    int64_t save_every, eval_every, sample_every, log_moe_every; // steps; 0: never
+    int eval_batches;
+    int keep; // checkpoints kept; 0: all
+    int sample_tokens; // length of the samples during training; 0: none
+
+    int64_t generate; // tokens to sample instead of training; 0: train
+    char from[OPTION_TEXT];
+    char prompt[OPTION_TEXT];
+    double temperature;
+
+    bool plan, device, help; // print and stop
+};
+
+// Starts from the defaults, applies --preset wherever it stands, then every other flag. A flag is "--name value" or
+// "--name=value" (switches take no value). Unknown, repeated, malformed or out-of-range flags end the program with one
+// line and exit code 2. Sizes are checked later by config_validate, once the data has given the vocabulary.
+void options_parse(struct options *o, int argc, char **argv);
+
+// Fills o with defaults and one preset; false if there is no preset of that name.
+bool options_set_preset(struct options *o, const char *name);
+
+// All flags with their meaning, range and default, from the table that parses them; then the presets.
+void options_print_help(FILE *file);
+
+// The resolved options as JSON, one member per flag (name without dashes) in table order. Free with cJSON_Delete.
+struct cJSON *options_to_json(const struct options *o);
+// Sets options from such a JSON object; returns NULL, or a static line that names the member that is unknown or wrong.
+const char *options_from_json(struct options *o, const struct cJSON *json);
+
+#endif

@@ -1,0 +1,77 @@
+// The parameter table: every tensor of the model under its Hugging Face name, in the order in which it lies in memory.
+//
+// Weights, gradients, master weights and the two moments are five flat arrays of the same length and order, so one
+// table describes them all. Dense tensors come first, routed experts last, because they are reduced and sharded over
+// different ranks. For the matrix products, the gate and up rows of one FFN stand behind each other (W13 [2I, H]) and the
+// down projection is stored transposed (W2 [I, H]), one expert behind the other; a file has them in Hugging Face's
+// orientation ([H, I]), which params_export and params_import take care of.
+#ifndef MOK_MODEL_PARAMS_H
+#define MOK_MODEL_PARAMS_H
+
+#include "kernels/types.h"
+#include "model/config.h"
+
+// What a parameter belongs to, for the printed table.
+enum param_kind {
+    PARAM_EMBEDDING,
+    PARAM_HEAD,
+    PARAM_NORM,
+    PARAM_ATTENTION,
+    PARAM_DENSE_FFN,
+    PARAM_ROUTER,
+    PARAM_SHARED_EXPERT,
+    PARAM_EXPERT,
+    PARAM_MTP,
+    PARAM_KINDS
+};
+extern const char *const param_kind_names[PARAM_KINDS];
+
+struct param {
+    char name[96];    // Hugging Face name
+    int rows, cols;   // shape in the file; cols 0 for a vector of rows elements
+    bool transposed;  // in memory [cols, rows]
+    bool decay;       // weight decay applies: matrices yes, norms no
+    enum param_kind kind;
+    int block;        // layer or MTP module it belongs to; -1 for embedding, head and the last norm
+    size_t offset;    // first element in the flat arrays
+};
+
+static inline size_t param_size(const struct param *p) {
+    return (size_t)p->rows * (size_t)(p->cols ? p->cols : 1);
+}
+
+// Where one block's tensors begin in the flat arrays. Tensors that a block does not have are SIZE_MAX.
+struct block_offsets {
+    size_t input_norm, q, q_a, q_a_norm, q_b, kv_a, kv_a_norm, kv_b, o, post_norm;
+    size_t w13, w2;                  // dense FFN
+    size_t router;                   // [E, H]
+    size_t shared_w13, shared_w2;    // [2Sm, H], [Sm, H]
+    size_t expert_w13, expert_w2;    // [E, 2m, H], [E, m, H]
+    size_t enorm, hnorm, eh_proj, head_norm; // MTP: [H], [H], [H, 2H], [H]
+};
+
+struct params {
+    struct param *list; // [count] in memory order
+    int count;
+    size_t size;       // elements of each flat array, padding included
+    size_t dense_size; // routed experts begin here
+    size_t embedding, final_norm, head;
+    struct block_offsets *blocks; // [config_blocks]
+};
+
+// Lays out the parameters of a valid configuration. Allocates the table only.
+void params_build(struct params *p, const struct config *c);
+void params_free(struct params *p);
+
+// Parameters that exist, without padding.
+size_t params_total(const struct params *p);
+
+// Copies one tensor between a flat host array (memory orientation) and a contiguous buffer in file orientation.
+void params_export(float *file, const float *flat, const struct param *p);
+void params_import(float *flat, const float *file, const struct param *p);
+
+// Fills flat host weights: matrices normal with standard deviation std, norms one. Every element depends on (seed, name,
+// position in the file's orientation) alone, not on the order of tensors or the number of ranks.
+void params_init(float *flat, const struct params *p, double std, uint64_t seed);
+
+#endif
