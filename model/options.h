@@ -35,7 +35,7 @@ struct options {
 
     int64_t save_every, eval_every, sample_every, log_moe_every; // steps; 0: never
     int eval_batches;
-    int keep; // checkpoints kept; 0: all
+    int keep;          // checkpoints kept; 0: all
     int sample_tokens; // length of the samples during training; 0: none
 
     int64_t generate; // tokens to sample instead of training; 0: train
