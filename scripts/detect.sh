@@ -23,9 +23,11 @@ vector_unit() {
     esac
 }
 
-# Starts the program that probe_mpi built on two ranks; prints what came, "0/2 1/2" when all is well.
+# Starts the program that probe_mpi built on two ranks; prints the ranks they say they are, "0/2 1/2" when all is well.
+# MPI libraries like to print warnings as well; these go to a file with the rest.
 two_ranks() {
-    timeout 30 "${mpi_bin}mpirun" -n 2 "$probe_dir/program" </dev/null 2>&1 | sort | head -n 4 | paste -sd ' ' -
+    timeout 30 "${mpi_bin}mpirun" -n 2 "$probe_dir/program" </dev/null >"$probe_dir/mpirun" 2>&1
+    grep -x '[0-9]*/[0-9]*' "$probe_dir/mpirun" | sort | paste -sd ' ' -
 }
 
 # The home of the CUDA toolkit: the first place that has bin/nvcc.
@@ -72,7 +74,7 @@ elif [ "$ranks" = "0/1 0/1" ]; then
     absent "MPI" "mpirun -n 2 starts rank 0 of 1 twice: mpirun is not that of mpicc's library, or this is the MPICH of
                  Ubuntu 24.04, which has that fault; Open MPI works there (openmpi-bin libopenmpi-dev)"
 else
-    absent "MPI" "mpirun -n 2 printed '$ranks', wanted '0/2 1/2'"
+    absent "MPI" "mpirun -n 2 started the ranks '$ranks', wanted '0/2 1/2'; it said: $(head -n 3 "$probe_dir/mpirun")"
 fi
 
 echo "for the GPU, later (this tree builds for the CPU only as yet):"

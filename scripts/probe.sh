@@ -1,7 +1,8 @@
+# shellcheck shell=sh
 # Link tests of everything the build uses, sourced by setup.sh and detect.sh.
 #
 # A package's name or a file that is merely there proves nothing, so each probe builds a tiny program against the real
-# header and library. A probe answers with its exit status and prints nothing; ./$probe_dir/program is what it built.
+# header and library. A probe answers with its exit status and prints nothing; $probe_dir/program is what it built.
 # CC, MPI_HOME, CUDA_HOME and NCCL_HOME choose among several installations.
 
 CC=${CC:-cc}

@@ -52,8 +52,8 @@ packages_of() {
     dnf:cjson) echo "cjson-devel" ;;
     dnf:cmocka) echo "libcmocka-devel" ;;
     pacman:mpi) echo "openmpi" ;;
-    brew:mpi) echo "mpich" ;;
     *:compiler) echo "gcc" ;;
+    *:mpi) echo "mpich" ;;
     *) echo "$2" ;;
     esac
 }
@@ -119,18 +119,21 @@ apt_get() {
         apt-get -o DPkg::Lock::Timeout=300 "$@" </dev/null >"$probe_dir/apt" 2>&1
 }
 
-die_of_apt() {
-    tail -n 8 "$probe_dir/apt" | sed 's/^/    /' >&2
-    die "$1"
-}
+last_lines_of_apt() { tail -n 8 "$probe_dir/apt" | sed 's/^/    /' >&2; }
 
-apt_get update || die_of_apt "apt-get update failed, its last lines are above; is the network there?"
+# One bad source among several fails the update, but what we need may well come from the others.
+apt_get update || {
+    last_lines_of_apt
+    echo "setup: apt-get update failed, its last lines are above; going on with the package lists there are" >&2
+}
 for need in $missing; do
     packages=$(packages_of apt-get "$need")
     # shellcheck disable=SC2086
-    apt_get install -y --no-install-recommends $packages ||
-        die_of_apt "apt-get could not install $packages, its last lines are above (Ubuntu has it in 'universe')"
-    is_there "$need" || die "$packages installed, but the link test of $(title_of "$need") still fails;
+    apt_get install -y --no-install-recommends $packages || {
+        last_lines_of_apt
+        die "apt-get could not install $packages, its last lines are above (on Ubuntu it is in 'universe')"
+    }
+    is_there "$need" || die "$packages installed, but the link test for $(title_of "$need") still fails;
     look at CC, MPI_HOME and PATH: CC is '$CC', mpicc is '$(command -v "${mpi_bin}mpicc")'"
     report "$need" "installed ($packages)"
 done
