@@ -83,8 +83,6 @@ for need in $needs; do
 done
 "$check_only" && exit 1
 
-# ---- how to install on this machine ----
-
 for manager in apt-get dnf pacman brew none; do
     command -v "$manager" >/dev/null && break
 done
@@ -121,6 +119,7 @@ apt_get() {
 
 last_lines_of_apt() { tail -n 8 "$probe_dir/apt" | sed 's/^/    /' >&2; }
 
+echo "setup: installing $packages"
 # One bad source among several fails the update, but what we need may well come from the others.
 apt_get update || {
     last_lines_of_apt
