@@ -1,5 +1,6 @@
 #include "model/trainer.h"
 
+#include <cjson/cJSON.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -51,6 +52,29 @@ void trainer_close(struct trainer *t) {
     device_free(t->master);
     model_close(&t->model);
     *t = (struct trainer){0};
+}
+
+static void check_same_run(const struct trainer *t, const char *folder, const struct cJSON *saved) {
+    struct options before = t->options;
+    const char *wrong = options_from_json(&before, saved);
+    if (wrong) fail_user(folder, "found settings that this program does not know: %s", wrong);
+    const char *changed = options_compare(stdout, &before, &t->options);
+    if (changed)
+        fail_user(changed,
+                  "found another value than in %s, wanted the same; give the old value, or start a new run with "
+                  "another --out",
+                  folder);
+}
+
+void trainer_restore(struct trainer *t, const char *folder) {
+    struct checkpoint c = trainer_checkpoint(t);
+    checkpoint_load_state(folder, &c);
+    if (c.options) check_same_run(t, folder, c.options);
+    cJSON_Delete(c.options);
+    t->step = c.step;
+    t->sequences = c.sequences;
+    t->tokens = c.tokens;
+    printf("going on from %s\n", folder);
 }
 
 static void report_losses(struct trainer *t, struct step_report *report, struct losses sums,

@@ -41,9 +41,13 @@ struct step_report {
     double data_seconds;       // spent waiting for data
 };
 
-// Allocates the state and initialises weights from the seed (or leaves them for a checkpoint to fill).
+// Allocates the state and initialises weights from the seed.
 void trainer_open(struct trainer *t, const struct options *o, const struct data *data);
 void trainer_close(struct trainer *t);
+
+// Goes on from a checkpoint of this run. Settings that differ from the checkpoint's are printed; one that would make it
+// another run (a model size, the data, the seed) ends the program (exit 2).
+void trainer_restore(struct trainer *t, const char *folder);
 
 // Sequences of one optimizer step.
 int64_t trainer_sequences_per_step(const struct options *o);
