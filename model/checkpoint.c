@@ -254,6 +254,25 @@ void checkpoint_save(const struct checkpoint *c, const char *run_folder, int kee
     if (keep > 0) purge(run_folder, c->step, keep);
 }
 
+static int is_step_or_hidden(const struct dirent *entry) {
+    const char *name = entry->d_name;
+    bool hidden = strncmp(name, ".tmp-", 5) == 0 || strncmp(name, ".old-", 5) == 0;
+    return step_of_name(hidden ? name + 5 : name) >= 0;
+}
+
+void checkpoint_remove_all(const char *run_folder) {
+    char path[FILE_PATH], error[FILE_ERROR];
+    struct dirent **entries;
+    struct stat info;
+    int count = scandir(run_folder, &entries, is_step_or_hidden, by_name);
+    for (int i = 0; i < count; i++) {
+        file_path(path, run_folder, entries[i]->d_name);
+        if (lstat(path, &info) == 0 && S_ISDIR(info.st_mode) && !file_remove_folder(path, error, sizeof error))
+            fail_user("checkpoint", "%s; wanted to remove it: do so by hand, or name another folder", error);
+    }
+    if (count >= 0) free_entries(entries, count);
+}
+
 // ---- finding and loading ----
 
 bool checkpoint_newest(const char *run_folder, char *path, size_t size, FILE *log) {
@@ -264,7 +283,7 @@ bool checkpoint_newest(const char *run_folder, char *path, size_t size, FILE *lo
     for (int i = 0; i < count && !found; i++) {
         file_path(candidate, run_folder, entries[i]->d_name);
         found = is_complete(candidate, error, sizeof error);
-        if (!found) fprintf(log, "skipped %s, which is not complete: %s\n", entries[i]->d_name, error);
+        if (!found && log) fprintf(log, "skipped %s, which is not complete: %s\n", entries[i]->d_name, error);
     }
     if (count >= 0) free_entries(entries, count);
     if (found && snprintf(path, size, "%s", candidate) >= (int)size)
@@ -291,7 +310,7 @@ void checkpoint_load_weights(const char *folder, struct checkpoint *c) {
     if (!shards_open_index(&model, folder, error, sizeof error) ||
         !shards_read(&model, c->params, &weights, 1, false, error, sizeof error) ||
         !shards_read_bias(&model, c->config, c->bias, false, error, sizeof error) ||
-        !shards_check_used(&model, error, sizeof error))
+        !shards_check_used(&model, c->config, error, sizeof error))
         fail_user("checkpoint", "cannot load weights: %s", error);
     shards_close(&model);
 }
@@ -305,7 +324,7 @@ void checkpoint_load_state(const char *folder, struct checkpoint *c) {
         !shards_open(&state, folder, "state", c->config, error, sizeof error) ||
         !shards_read_bias(&model, c->config, c->bias, true, error, sizeof error) ||
         !shards_read(&state, c->params, arrays, 3, true, error, sizeof error) ||
-        !shards_check_used(&state, error, sizeof error))
+        !shards_check_used(&state, c->config, error, sizeof error))
         fail_user("checkpoint", "cannot resume: %s", error);
     shards_close(&model);
     shards_close(&state);

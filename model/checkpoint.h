@@ -39,15 +39,19 @@ struct checkpoint {
 // (exit 1) when something cannot be written, with older checkpoints intact and the hidden folder removed.
 void checkpoint_save(const struct checkpoint *c, const char *run_folder, int keep);
 
-// Path of the newest complete checkpoint of a run; false if there is none. Says on log which newer ones it skipped and
-// why.
+// Removes every checkpoint of a run, complete or not, by exact name and nothing else. Ends the program (exit 2) when one
+// cannot be removed.
+void checkpoint_remove_all(const char *run_folder);
+
+// Path of the newest complete checkpoint of a run; false if there is none. Says on log, if that is not NULL, which newer
+// ones it skipped and why.
 bool checkpoint_newest(const char *run_folder, char *path, size_t size, FILE *log);
 
 // The model's sizes. The training-only constants that config.json has no key for stay as they are.
 bool checkpoint_read_config(const char *folder, struct config *config, char *error, size_t error_size);
 
 // Weights and bias from any Hugging Face folder of this model, F32, F16 or BF16, in one file or many; masters get the
-// same values. Ends the program (exit 2) when a tensor is missing, has another shape, or is not one of the model's.
+// same values. MTP modules beyond config->mtp_depth are left out. Ends the program (exit 2) when a tensor is missing, has another shape, or is not one of the model's.
 void checkpoint_load_weights(const char *folder, struct checkpoint *c);
 
 // Everything, as it was saved: masters, moments, bias, progress and seed, weights from the masters. options becomes a new

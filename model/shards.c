@@ -247,15 +247,22 @@ void shards_close(struct shards *s) {
     *s = (struct shards){0};
 }
 
+// The tensor of that name; s->last becomes its file. NULL if no file has it.
+static const struct safetensors_tensor *find_tensor(struct shards *s, const char *name) {
+    for (int i = 0; i < s->count; i++) {
+        int file = (s->last + i) % s->count;
+        const struct safetensors_tensor *t = safetensors_find(&s->files[file], name);
+        if (!t) continue;
+        s->last = file;
+        return t;
+    }
+    return NULL;
+}
+
 // Reads a whole tensor of the wanted shape.
 static bool read_tensor(struct shards *s, const char *name, const uint64_t *shape, int rank, bool exact, float *out,
                         char *error, size_t error_size) {
-    const struct safetensors_tensor *t = NULL;
-    for (int i = 0; i < s->count && !t; i++) {
-        int candidate = (s->last + i) % s->count;
-        t = safetensors_find(&s->files[candidate], name);
-        if (t) s->last = candidate;
-    }
+    const struct safetensors_tensor *t = find_tensor(s, name);
     if (!t)
         return file_error(error, error_size, "%s: tensor %s: found none, wanted one in %d file%s",
                           s->count ? s->files[0].path : "checkpoint", name, s->count, s->count == 1 ? "" : "s");
@@ -327,13 +334,24 @@ static bool is_no_parameter(const char *name) {
             ends_with(name, ".rotary_emb.inv_freq"));
 }
 
-bool shards_check_used(const struct shards *s, char *error, size_t error_size) {
+// Part of an MTP module beyond those that the model has. Only MTP modules have an enorm, so a layer too many is none.
+static bool is_left_out_module(struct shards *s, const struct config *c, const char *name) {
+    char enorm[NAME];
+    int block;
+    if (sscanf(name, "model.layers.%d.", &block) != 1 || block < config_blocks(c)) return false;
+    snprintf(enorm, sizeof enorm, "model.layers.%d.enorm.weight", block);
+    return find_tensor(s, enorm) != NULL;
+}
+
+bool shards_check_used(struct shards *s, const struct config *c, char *error, size_t error_size) {
     for (int i = 0; i < s->count; i++)
-        for (int t = 0; t < s->files[i].count; t++)
-            if (!s->used[i][t] && !is_no_parameter(s->files[i].list[t].name))
+        for (int t = 0; t < s->files[i].count; t++) {
+            const char *name = s->files[i].list[t].name;
+            if (!s->used[i][t] && !is_no_parameter(name) && !is_left_out_module(s, c, name))
                 return file_error(error, error_size,
                                   "%s: found tensor %.96s, which this model does not have; does config.json belong to "
                                   "these weights?",
-                                  s->files[i].path, s->files[i].list[t].name);
+                                  s->files[i].path, name);
+        }
     return true;
 }

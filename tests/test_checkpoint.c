@@ -327,6 +327,24 @@ static void purge_removes_old_steps_by_exact_name_only(void **state) {
     model_free(&a);
 }
 
+static void remove_all_removes_checkpoints_by_exact_name_only(void **state) {
+    (void)state;
+    struct model a;
+    model_init(&a, &unit);
+    model_fill(&a, 17);
+    save_step(&a, 1, 0);
+    const char *gone[] = {"step-00000002", ".tmp-step-00000003", ".old-step-00000001"};
+    const char *others[] = {"step-foo", "step-00000100.bak", ".tmp-step-foo", ".git"};
+    for (int i = 0; i < 3; i++) assert_int_equal(mkdir(at(gone[i]), 0777), 0);
+    for (int i = 0; i < 4; i++) assert_int_equal(mkdir(at(others[i]), 0777), 0);
+    write_file("step-00000005", "a file", 6);
+    checkpoint_remove_all(root);
+    for (int i = 0; i < 3; i++) assert_false(exists(gone[i]));
+    for (int i = 0; i < 4; i++) assert_true(exists(others[i]));
+    assert_true(exists("step-00000005") && !exists("step-00000001"));
+    model_free(&a);
+}
+
 static void purge_counts_complete_checkpoints_only(void **state) {
     (void)state;
     struct model a;
@@ -689,8 +707,9 @@ static void loading_names_what_does_not_fit(void **state) {
     c.q_rank = 0;
     assert_not_loaded(load_weights, &c, "tensor model.layers.0.self_attn.q_proj.weight: found none, wanted one");
     c = unit;
+    c.layers = 2; // the last layer left out is not an MTP module left out
     c.mtp_depth = 0;
-    assert_not_loaded(load_weights, &c, "which this model does not have");
+    assert_not_loaded(load_weights, &c, "model.layers.2.input_layernorm.weight, which this model does not have");
     c = unit;
     c.layers = 4;
     c.dense_layers = 2;
@@ -698,6 +717,23 @@ static void loading_names_what_does_not_fit(void **state) {
     assert_int_equal(truncate(at("step-00000100/config.json"), 5), 0);
     assert_not_loaded(load_state, &unit, "config.json: found 5 bytes, wanted ");
     model_free(&a);
+}
+
+static void weights_load_without_the_mtp_modules(void **state) {
+    (void)state;
+    struct model a, b;
+    struct config c = unit;
+    c.mtp_depth = 0;
+    model_init(&a, &unit);
+    model_init(&b, &c);
+    model_fill(&a, 16);
+    checkpoint_save(&a.c, root, 0);
+    checkpoint_load_weights(at("step-00000100"), &b.c);
+    assert_memory_equal(a.c.weights + a.params.blocks[2].expert_w2, b.c.weights + b.params.blocks[2].expert_w2,
+                        6 * 9 * 24 * sizeof(real));
+    assert_memory_equal(a.c.bias, b.c.bias, 2 * 6 * sizeof(accum));
+    model_free(&a);
+    model_free(&b);
 }
 
 // The model's weights as one file without an index, in BF16, with the tensors that published files have besides.
@@ -905,6 +941,7 @@ int main(void) {
         TEST(two_saves_of_one_state_are_the_same_bytes),
         TEST(file_names_tensors_by_hugging_face),
         TEST(purge_removes_old_steps_by_exact_name_only),
+        TEST(remove_all_removes_checkpoints_by_exact_name_only),
         TEST(purge_counts_complete_checkpoints_only),
         TEST(newest_skips_what_is_not_complete_and_says_why),
         TEST(trainer_json_that_lies_makes_a_checkpoint_incomplete),
@@ -918,6 +955,7 @@ int main(void) {
         TEST(safetensors_reads_16_bit_types_as_float),
         TEST(safetensors_writer_notices_a_full_disk_and_missing_data),
         TEST(loading_names_what_does_not_fit),
+        TEST(weights_load_without_the_mtp_modules),
         TEST(one_bf16_file_of_another_program_loads_as_weights_but_is_no_state),
         TEST(config_comes_back_from_json),
         TEST(config_json_has_what_transformers_wants),
