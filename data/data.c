@@ -218,15 +218,19 @@ static void read_file(const struct source *s, uint64_t start, size_t n, int32_t 
     }
 }
 
-// Whole stories one after another, each with its end of text, until n tokens are full; the last one may be cut.
+// Stories one after another, each behind an end of text, until n tokens are full. Half of the windows begin with a story;
+// the others begin somewhere inside one, so that endings are seen also where a story is longer than a window.
 static void read_stories(uint64_t rng, size_t n, int32_t *tokens) {
     char story[STORIES_MAX_BYTES];
-    size_t filled = 0;
+    int32_t ids[STORIES_MAX_BYTES + 1] = {TOKENIZER_END_OF_TEXT};
+    size_t skip = 0, filled = 0;
     while (filled < n) {
-        size_t bytes = stories_write(&rng, story);
-        size_t room = n - filled;
-        filled += tokenizer_encode(tokens + filled, story, bytes < room ? bytes : room);
-        if (filled < n) tokens[filled++] = TOKENIZER_END_OF_TEXT;
+        size_t length = 1 + tokenizer_encode(ids + 1, story, stories_write(&rng, story));
+        if (filled == 0 && random_below(&rng, 2)) skip = random_below(&rng, length);
+        size_t room = n - filled, taken = length - skip < room ? length - skip : room;
+        memcpy(tokens + filled, ids + skip, sizeof *tokens * taken);
+        filled += taken;
+        skip = 0;
     }
 }
 
