@@ -97,6 +97,7 @@ static void train(struct options *o, const struct data *data) {
     run_folder_open(o, from, sizeof from);
     trainer_open(&t, o, data);
     if (from[0]) trainer_restore(&t, from);
+    run_folder_write_config(o);
     log_open(&log, &t, o->out);
     signal(SIGINT, request_stop);
     signal(SIGTERM, request_stop);

@@ -35,7 +35,22 @@ static bool holds_run(const char *folder) {
     return access(path, F_OK) == 0 || checkpoint_newest(folder, path, sizeof path, NULL);
 }
 
-static void write_config(const struct options *o) {
+void run_folder_open(const struct options *o, char *from, size_t size) {
+    from[0] = 0;
+    make_folder(o->out);
+    if (o->resume) {
+        if (!checkpoint_newest(o->out, from, size, stderr))
+            printf("no complete checkpoint in %s: starting at the beginning\n", o->out);
+    } else if (o->overwrite) {
+        checkpoint_remove_all(o->out);
+    } else if (holds_run(o->out)) {
+        fail_user("--out",
+                  "found a run in %s; give --resume to go on with it, --overwrite to start again, or another --out",
+                  o->out);
+    }
+}
+
+void run_folder_write_config(const struct options *o) {
     char path[OPTION_TEXT + 32], temporary[OPTION_TEXT + 40];
     snprintf(path, sizeof path, "%s/config.json", o->out);
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
@@ -47,21 +62,4 @@ static void write_config(const struct options *o) {
     if (!written || rename(temporary, path) != 0) fail_user("--out", "cannot write %s: %s", path, strerror(errno));
     free(text);
     cJSON_Delete(json);
-}
-
-void run_folder_open(const struct options *o, char *from, size_t size) {
-    from[0] = 0;
-    make_folder(o->out);
-    if (holds_run(o->out)) {
-        if (o->overwrite)
-            checkpoint_remove_all(o->out);
-        else if (!o->resume)
-            fail_user("--out",
-                      "found a run in %s; give --resume to go on with it, --overwrite to start again, or "
-                      "another --out",
-                      o->out);
-        else if (!checkpoint_newest(o->out, from, size, stderr))
-            printf("no complete checkpoint in %s: starting at the beginning\n", o->out);
-    }
-    write_config(o);
 }

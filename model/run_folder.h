@@ -6,12 +6,15 @@
 
 #include "model/options.h"
 
-// Makes the folder (its parents too) or checks the one that is there, and writes config.json, the resolved options.
+// Makes the folder (its parents too) or checks the one that is there.
 //   no run in it           used as it is
-//   a run, --overwrite     its log and checkpoints are removed, nothing else
+//   a run, --overwrite     its checkpoints are removed, nothing else; log_open starts the log anew
 //   a run, --resume        from [size] receives the newest complete checkpoint
 //   a run, neither         refused (exit 2)
-// from is empty when the run starts at the beginning.
+// from is empty when the run starts at the beginning; with --resume a line says so.
 void run_folder_open(const struct options *o, char *from, size_t size);
+
+// Writes config.json, the resolved options. Only for a run that will go on: a refused --resume leaves the old one alone.
+void run_folder_write_config(const struct options *o);
 
 #endif
