@@ -1,11 +1,13 @@
 // The program: flags -> build -> loop -> log -> save.
 #include <cjson/cJSON.h>
 #include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
+#include <unistd.h>
 
 #include "data/data.h"
 #include "data/tokenizer.h"
@@ -21,6 +23,21 @@
 
 static volatile sig_atomic_t stop_requested;
 static void request_stop(int signal_number) { stop_requested = signal_number; }
+
+// The number of a closed standard stream goes to the next file that is opened, and messages would end in that file.
+// A read-only stand-in keeps the number, and writing to it still fails.
+static void hold_closed_streams(void) {
+    int descriptor;
+    do descriptor = open("/dev/null", O_RDONLY);
+    while (descriptor >= 0 && descriptor <= STDERR_FILENO);
+    if (descriptor >= 0) close(descriptor);
+}
+
+static void check_standard_output(void) {
+    errno = 0;
+    if (fflush(stdout) != 0 || ferror(stdout))
+        fail_internal("standard output", "cannot be written: %s", errno ? strerror(errno) : "an earlier write failed");
+}
 
 // After this step: always at the last one, and every `every` steps; 0 means never.
 static bool is_due(int64_t every, int64_t step, const struct options *o) {
@@ -55,6 +72,10 @@ static void print_sample(struct model *m, const struct options *o, const char *w
 static void save(struct trainer *t) {
     struct checkpoint c = trainer_checkpoint(t);
     c.options = options_to_json(&t->options);
+    // Where a run lies and how it was started is not part of it: equal runs leave equal bytes.
+    cJSON_DeleteItemFromObjectCaseSensitive(c.options, "out");
+    cJSON_DeleteItemFromObjectCaseSensitive(c.options, "resume");
+    cJSON_DeleteItemFromObjectCaseSensitive(c.options, "overwrite");
     checkpoint_save(&c, t->options.out, t->options.keep);
     cJSON_Delete(c.options);
     printf("saved %s/step-%08lld\n", t->options.out, (long long)t->step);
@@ -84,7 +105,7 @@ static void train_loop(struct trainer *t, struct run_log *log) {
     }
     if (stop_requested) {
         printf("stopped by signal %d after step %lld\n", (int)stop_requested, (long long)t->step);
-        if (o->save_every && t->step % o->save_every != 0) save(t);
+        if (o->save_every && !is_due(o->save_every, t->step, o)) save(t); // else it has been saved
     } else if (o->sample_tokens) {
         print_sample(&t->model, o, "after training");
     }
@@ -97,6 +118,8 @@ static void train(struct options *o, const struct data *data) {
     run_folder_open(o, from, sizeof from);
     trainer_open(&t, o, data);
     if (from[0]) trainer_restore(&t, from);
+    if (t.step >= o->steps)
+        printf("found step %lld done, and --steps %lld: nothing to do\n", (long long)t.step, (long long)o->steps);
     run_folder_write_config(o);
     log_open(&log, &t, o->out);
     signal(SIGINT, request_stop);
@@ -106,21 +129,30 @@ static void train(struct options *o, const struct data *data) {
     trainer_close(&t);
 }
 
-// --generate: sample from a checkpoint and print prompt and continuation.
-static void generate(const struct options *o) {
+// Opens the model of --from: a checkpoint, or a run folder, which stands for its newest one.
+static void open_saved_model(struct model *m, const struct options *o) {
     struct config c = o->model;
-    char error[512];
-    if (!checkpoint_read_config(o->from, &c, error, sizeof error)) fail_user("--from", "%s", error);
+    char newest[OPTION_TEXT + 32], error[512];
+    const char *from = checkpoint_newest(o->from, newest, sizeof newest, stderr) ? newest : o->from;
+    if (!checkpoint_read_config(from, &c, error, sizeof error))
+        fail_user("--from", "%s; name a checkpoint, or a run folder that holds one", error);
     if (c.vocab < TOKENIZER_BYTE_VOCAB)
         fail_user("--from", "found a vocabulary of %d, wanted at least %d (bytes and end of text)", c.vocab,
                   TOKENIZER_BYTE_VOCAB);
     c.mtp_depth = 0;
-    struct model m;
-    model_open(&m, &c, 1, o->seq, false);
-    struct checkpoint checkpoint = {.config = &c, .params = &m.params, .weights = m.weights, .bias = m.bias};
-    checkpoint_load_weights(o->from, &checkpoint);
+    model_open(m, &c, 1, o->seq, false);
+    struct checkpoint checkpoint = {.config = &c, .params = &m->params, .weights = m->weights, .bias = m->bias};
+    checkpoint_load_weights(from, &checkpoint);
+}
 
+// --generate: sample from a checkpoint and print prompt and continuation.
+static void generate(const struct options *o) {
     size_t prompt = strlen(o->prompt), length = prompt + 1 + (size_t)o->generate;
+    if (length > INT_MAX)
+        fail_user("--generate", "found %lld with a prompt of %zu bytes, wanted at most %zu", (long long)o->generate,
+                  prompt, INT_MAX - prompt - 1);
+    struct model m;
+    open_saved_model(&m, o);
     int32_t *tokens = malloc(sizeof *tokens * length);
     char *text = malloc(length);
     if (!tokens || !text) fail_internal("--generate", "found no memory for %zu tokens", length);
@@ -129,9 +161,8 @@ static void generate(const struct options *o) {
     int count =
         generate_tokens(&m, tokens, (int)prompt + 1, (int)o->generate, o->temperature, o->seed, TOKENIZER_END_OF_TEXT);
     size_t bytes = tokenizer_decode(text, length, tokens + 1, prompt + (size_t)count);
-    if (fwrite(text, 1, bytes, stdout) != bytes || (bytes && text[bytes - 1] != '\n' && putchar('\n') == EOF) ||
-        fflush(stdout) != 0)
-        fail_internal("standard output", "cannot write: %s", strerror(errno));
+    fwrite(text, 1, bytes, stdout);
+    if (bytes && text[bytes - 1] != '\n') putchar('\n');
     free(text);
     free(tokens);
     model_close(&m);
@@ -146,32 +177,36 @@ static void settle_vocabulary(struct options *o, const struct data *data) {
                   o->data);
 }
 
+// Trains, or prints the plan.
+static void run(struct options *o) {
+    struct data *data = data_open(o->data, o->eval_data, o->seed, o->seq, 1 + o->model.mtp_depth);
+    settle_vocabulary(o, data);
+    config_validate(&o->model);
+    printf("%s, on %s\n", o->preset, device_name());
+    log_print_options(stdout, o);
+    plan_print(stdout, &o->model, o->batch, o->seq, o->tokens_per_step);
+    if (!o->plan) {
+        data_describe(data, stdout);
+        train(o, data);
+    }
+    data_close(data);
+}
+
 int main(int argc, char **argv) {
     struct options o;
+    hold_closed_streams();
     options_parse(&o, argc, argv);
     if (o.help) {
         options_print_help(stdout);
-        return 0;
-    }
-    if (o.device) {
+    } else if (o.device) {
         puts(device_name());
-        return 0;
+    } else {
+        refuse_several_ranks();
+        if (o.generate)
+            generate(&o);
+        else
+            run(&o);
     }
-    refuse_several_ranks();
-    if (o.generate) {
-        generate(&o);
-        return 0;
-    }
-    struct data *data = data_open(o.data, o.eval_data, o.seed, o.seq, 1 + o.model.mtp_depth);
-    settle_vocabulary(&o, data);
-    config_validate(&o.model);
-    printf("%s, on %s\n", o.preset, device_name());
-    log_print_options(stdout, &o);
-    plan_print(stdout, &o.model, o.batch, o.seq, o.tokens_per_step);
-    if (!o.plan) {
-        data_describe(data, stdout);
-        train(&o, data);
-    }
-    data_close(data);
+    check_standard_output();
     return 0;
 }
