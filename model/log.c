@@ -50,7 +50,7 @@ static int64_t step_of_line(const char *line) {
     return value;
 }
 
-// Copies the lines of steps up to `last` to a new file and renames it over the log.
+// Copies the lines of steps up to `last` to a new file and renames it over the log. The last line may lack its end.
 static void drop_later_lines(struct run_log *log, int64_t last) {
     FILE *old = fopen(log->path, "r");
     if (!old && errno == ENOENT) return;
@@ -60,9 +60,11 @@ static void drop_later_lines(struct run_log *log, int64_t last) {
     check_write(log, kept != NULL);
     char *line = NULL;
     size_t capacity = 0;
-    while (getline(&line, &capacity, old) > 0)
-        if (step_of_line(line) <= last) check_write(log, fputs(line, kept) >= 0);
+    for (ssize_t length; (length = getline(&line, &capacity, old)) > 0;)
+        if (step_of_line(line) <= last)
+            check_write(log, fprintf(kept, "%s%s", line, line[length - 1] == '\n' ? "" : "\n") > 0);
     free(line);
+    if (ferror(old)) fail_internal(log->path, "cannot read the log: %s; mend or move it and resume", strerror(errno));
     fclose(old);
     bool written = fflush(kept) == 0 && fsync(fileno(kept)) == 0;
     written = fclose(kept) == 0 && written;
