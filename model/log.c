@@ -132,12 +132,12 @@ void log_step(struct run_log *log, const struct trainer *t, const struct step_re
 
     struct line line = {0};
     int width = snprintf(NULL, 0, "%lld", (long long)o->steps);
-    append(&line, "step %*lld/%lld | loss %.4f", width, (long long)r->step, (long long)o->steps, r->loss);
-    if (o->model.mtp_depth) append(&line, " | mtp %.4f", r->mtp);
+    append(&line, "step %*lld/%lld | loss %7.4f", width, (long long)r->step, (long long)o->steps, r->loss);
+    if (o->model.mtp_depth) append(&line, " | mtp %7.4f", r->mtp);
     if (moe) append(&line, " | bal %.2e", r->balance);
     append(&line, " | norm %7.3f | lr %.2e", r->norm, r->lr);
-    if (moe) append(&line, " | load max/mean %.2f dead %d", r->load_max_over_mean, r->dead);
-    append(&line, " | %.1f ms | %.1fK tok/s | mfu %.1f%% (causal) | data %.1f%% | %.2f GiB | eta ", 1e3 * seconds,
+    if (moe) append(&line, " | load max/mean %5.2f dead %3d", r->load_max_over_mean, r->dead);
+    append(&line, " | %8.1f ms | %7.1fK tok/s | mfu %5.1f%% (causal) | data %5.1f%% | %6.2f GiB | eta ", 1e3 * seconds,
            tokens_per_second / 1e3, 100 * mfu, 100 * r->data_seconds / seconds, resident_gib());
     append_duration(&line, eta);
     puts(line.text);
