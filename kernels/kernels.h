@@ -5,8 +5,9 @@
 //   - All matrices are row-major. N rows are tokens (batch times time). Shapes stand beside the pointers.
 //   - Pointers are device memory from device_alloc unless the comment says host.
 //   - A "_backward" writes (=) activation gradients unless it says it adds, and always adds (+=) weight gradients.
-//   - Every output element is one sum in ascending order of its summation index. Its bits depend on its own inputs
-//     only, never on the number of threads, the number of other rows, or where its block begins.
+//   - Every element of a matrix product is one chain of multiply-adds in ascending k; a sum inside one row (norm,
+//     softmax) has a fixed order too. The bits of an output depend on its own inputs only, never on the number of
+//     threads, the number of other rows, or where a block begins.
 //   - Sizes of zero are allowed and do nothing.
 //   - Products of sizes are size_t; a single size is an int.
 //   - Equations are numbered as in the DeepSeek-V3 paper (arXiv 2412.19437) where the comment says "V3 eq.".
@@ -121,7 +122,8 @@ void router_score(accum *scores, const real *x, const real *w, int N, int E, int
 // ids [N, K]: the K largest of scores + bias among the best groups, largest first, ties to the lower id. A group's rank
 // is the sum of its two largest biased scores; experts of other groups are out of the running whatever their sign.
 // gates [N, K]: scale * s / (sum of the selected s + 1e-20); without normalize, scale * s. bias [E]
-void router_select(int32_t *ids, accum *gates, const accum *scores, const accum *bias, int N, struct router_shape shape);
+void router_select(int32_t *ids, accum *gates, const accum *scores, const accum *bias, int N,
+                   struct router_shape shape);
 // counts[e] += number of ids equal to e, ids -1 not counted.   ids [N*K] as n entries   counts [E], 64-bit
 void router_count(int64_t *counts, const int32_t *ids, size_t n, int E);
 // Sequence-wise balance loss (V3 eq. 17 to 20): f_i = E/(K T) * tokens whose plain top-K of scores has i;
@@ -154,7 +156,7 @@ void moe_combine(real *y, const real *rows, const int *row_of_slot, const real *
 // ---- loss ----
 
 // Softmax cross-entropy of one chunk of rows, in place: loss[i] = logsumexp(logits_i) - logits_i[target], and with
-// want_gradient logits become scale * (softmax - onehot). A target of -1 gives loss 0 and gradient 0.
+// want_gradient logits become scale * (softmax - onehot); without it they are left undefined. A target of -1 gives loss 0 and gradient 0.
 // logits [rows, V]   loss [rows]   targets [rows]
 void cross_entropy(real *logits, accum *loss, const int32_t *targets, int rows, int V, bool want_gradient,
                    double scale);

@@ -1,0 +1,46 @@
+// Token embedding and rotary positions.
+#include <string.h>
+
+#include "kernels/kernels.h"
+
+enum { COLUMN_BLOCK = 64 }; // columns one thread owns in the backward pass, so that rows add up in order
+
+void embedding_forward(real *x, const real *table, const int32_t *ids, int N, int H) {
+#pragma omp parallel for
+    for (int i = 0; i < N; i++) {
+        real *row = x + (size_t)i * H;
+        if (ids[i] < 0)
+            memset(row, 0, sizeof(real) * (size_t)H);
+        else
+            memcpy(row, table + (size_t)ids[i] * H, sizeof(real) * (size_t)H);
+    }
+}
+
+void embedding_backward(accum *dtable, const real *dx, const int32_t *ids, int N, int H) {
+#pragma omp parallel for
+    for (int first = 0; first < H; first += COLUMN_BLOCK) {
+        int last = first + COLUMN_BLOCK < H ? first + COLUMN_BLOCK : H;
+        for (int i = 0; i < N; i++) {
+            if (ids[i] < 0) continue;
+            accum *row = dtable + (size_t)ids[i] * H;
+            for (int h = first; h < last; h++) row[h] += dx[(size_t)i * H + h];
+        }
+    }
+}
+
+void rope_rotate(real *x, int row_stride, int heads, int head_stride, int first, int rope_dim, const accum *angles,
+                 int N, int T, bool inverse) {
+#pragma omp parallel for
+    for (int i = 0; i < N; i++) {
+        const accum *angle = angles + (size_t)(i % T) * rope_dim;
+        for (int h = 0; h < heads; h++) {
+            real *pair = x + (size_t)i * row_stride + (size_t)h * head_stride + first;
+            for (int j = 0; j < rope_dim; j += 2) {
+                accum c = angle[j], s = inverse ? -angle[j + 1] : angle[j + 1];
+                real u = pair[j], v = pair[j + 1];
+                pair[j] = u * c - v * s;
+                pair[j + 1] = u * s + v * c;
+            }
+        }
+    }
+}

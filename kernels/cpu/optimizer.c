@@ -1,0 +1,37 @@
+// AdamW and the gradient norm.
+#include "kernels/cpu/rowmath.h"
+#include "kernels/cpu/scratch.h"
+#include "kernels/kernels.h"
+
+enum { NORM_BLOCK = 4096 }; // elements of one partial sum; the partial sums are added in order
+
+double device_sum_squares(const accum *values, size_t n) {
+    size_t blocks = (n + NORM_BLOCK - 1) / NORM_BLOCK;
+    double *partial = scratch_alloc(sizeof(double) * blocks);
+#pragma omp parallel for
+    for (size_t b = 0; b < blocks; b++) {
+        size_t last = (b + 1) * NORM_BLOCK < n ? (b + 1) * NORM_BLOCK : n;
+        double sum = 0;
+        for (size_t i = b * NORM_BLOCK; i < last; i++) sum += (double)values[i] * (double)values[i];
+        partial[b] = sum;
+    }
+    double total = 0;
+    for (size_t b = 0; b < blocks; b++) total += partial[b];
+    scratch_free(partial);
+    return total;
+}
+
+void adamw_update(accum *master, accum *m, accum *v, real *weight, const accum *grad, size_t n, struct adamw a) {
+    const accum beta1 = (accum)a.beta1, beta2 = (accum)a.beta2, eps = (accum)a.eps, scale = (accum)a.grad_scale;
+    const accum step_size = (accum)(a.lr / (1 - pow(a.beta1, (double)a.step)));
+    const accum correction2 = (accum)(1 / (1 - pow(a.beta2, (double)a.step)));
+    const accum keep = (accum)(1 - a.lr * a.weight_decay);
+#pragma omp parallel for simd
+    for (size_t i = 0; i < n; i++) {
+        accum g = grad[i] * scale;
+        m[i] = beta1 * m[i] + (1 - beta1) * g;
+        v[i] = beta2 * v[i] + (1 - beta2) * g * g;
+        master[i] = keep * master[i] - step_size * m[i] / (accum_sqrt(v[i] * correction2) + eps);
+        weight[i] = (real)master[i];
+    }
+}
