@@ -155,13 +155,18 @@ static inline double roundings(double count) { return count * (sizeof(real) == 4
 // about 1e-10 of the gradient, with room for cancellation) only shows in the double build.
 static inline double gradient_roundings(double count) { return roundings(count) + 1e-8; }
 
+static inline void assert_close(const char *name, const double *found, const double *wanted, size_t n,
+                                double tolerance) {
+    test_assert_close(name, found, wanted, n, tolerance);
+}
+
 static inline void assert_real(const char *name, const real *found, const double *wanted, size_t n, double tolerance) {
-    test_assert_close(name, get_real(found, n), wanted, n, tolerance);
+    assert_close(name, get_real(found, n), wanted, n, tolerance);
 }
 
 static inline void assert_accum(const char *name, const accum *found, const double *wanted, size_t n,
                                 double tolerance) {
-    test_assert_close(name, get_accum(found, n), wanted, n, tolerance);
+    assert_close(name, get_accum(found, n), wanted, n, tolerance);
 }
 
 static inline void assert_finite(const char *name, const double *values, size_t n) {
