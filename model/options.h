@@ -35,7 +35,7 @@ struct options {
 
     int64_t save_every, eval_every, sample_every, log_moe_every; // steps; 0: never
     int eval_batches;
-    int keep; // checkpoints kept; 0: all
+    int keep;          // checkpoints kept; 0: all
     int sample_tokens; // length of the samples during training; 0: none
 
     int64_t generate; // tokens to sample instead of training; 0: train
@@ -47,9 +47,15 @@ struct options {
 };
 
 // Starts from the defaults, applies --preset wherever it stands, then every other flag. A flag is "--name value" or
-// "--name=value" (switches take no value). Unknown, repeated, malformed or out-of-range flags end the program with one
-// line and exit code 2. Sizes are checked later by config_validate, once the data has given the vocabulary.
+// "--name=value" (switches take no value). Unknown, repeated, malformed, out-of-range or contradicting flags end the
+// program with one line and exit code 2. Sizes are checked later by config_validate, once the data has given the
+// vocabulary. With --help anywhere, help is set and nothing else is read.
+//
+// A preset's --warmup and --min-lr that the user has not given shrink to a given --steps and --lr.
 void options_parse(struct options *o, int argc, char **argv);
+
+// Steps of wsd's last phase: decay_steps, or for 0 a fifth of the steps; never more than what follows the warmup.
+int64_t options_decay_steps(const struct options *o);
 
 // Fills o with defaults and one preset; false if there is no preset of that name.
 bool options_set_preset(struct options *o, const char *name);
@@ -58,8 +64,14 @@ bool options_set_preset(struct options *o, const char *name);
 void options_print_help(FILE *file);
 
 // The resolved options as JSON, one member per flag (name without dashes) in table order. Free with cJSON_Delete.
+// Numbers are raw members (cJSON_Raw) with as many digits as they need; a seed above 2^53 is a string.
 struct cJSON *options_to_json(const struct options *o);
-// Sets options from such a JSON object; returns NULL, or a static line that names the member that is unknown or wrong.
+// Sets options from such a JSON object; members that are not there leave theirs alone. Returns NULL, or a static line
+// that names the member that is unknown, repeated or wrong, and then o is unchanged.
 const char *options_from_json(struct options *o, const struct cJSON *json);
+
+// For a resumed run: prints one line per flag whose value differs ("--lr: 0.001 before, 0.002 now"), and returns the
+// name of the first that would make it another run, or NULL if all of them may change.
+const char *options_compare(FILE *file, const struct options *before, const struct options *now);
 
 #endif

@@ -27,26 +27,24 @@ enum param_kind {
 extern const char *const param_kind_names[PARAM_KINDS];
 
 struct param {
-    char name[96];    // Hugging Face name
-    int rows, cols;   // shape in the file; cols 0 for a vector of rows elements
-    bool transposed;  // in memory [cols, rows]
-    bool decay;       // weight decay applies: matrices yes, norms no
+    char name[96];   // Hugging Face name
+    int rows, cols;  // shape in the file; cols 0 for a vector of rows elements
+    bool transposed; // in memory [cols, rows]
+    bool decay;      // weight decay applies: matrices yes, norms no
     enum param_kind kind;
-    int block;        // layer or MTP module it belongs to; -1 for embedding, head and the last norm
-    size_t offset;    // first element in the flat arrays
+    int block;     // layer or MTP module it belongs to; -1 for embedding, head and the last norm
+    size_t offset; // first element in the flat arrays
 };
 
-static inline size_t param_size(const struct param *p) {
-    return (size_t)p->rows * (size_t)(p->cols ? p->cols : 1);
-}
+static inline size_t param_size(const struct param *p) { return (size_t)p->rows * (size_t)(p->cols ? p->cols : 1); }
 
 // Where one block's tensors begin in the flat arrays. Tensors that a block does not have are SIZE_MAX.
 struct block_offsets {
     size_t input_norm, q, q_a, q_a_norm, q_b, kv_a, kv_a_norm, kv_b, o, post_norm;
-    size_t w13, w2;                  // dense FFN
-    size_t router;                   // [E, H]
-    size_t shared_w13, shared_w2;    // [2Sm, H], [Sm, H]
-    size_t expert_w13, expert_w2;    // [E, 2m, H], [E, m, H]
+    size_t w13, w2;                          // dense FFN
+    size_t router;                           // [E, H]
+    size_t shared_w13, shared_w2;            // [2Sm, H], [Sm, H]
+    size_t expert_w13, expert_w2;            // [E, 2m, H], [E, m, H]
     size_t enorm, hnorm, eh_proj, head_norm; // MTP: [H], [H], [H, 2H], [H]
 };
 

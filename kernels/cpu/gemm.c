@@ -59,9 +59,10 @@ static inline vector load(const real *from) {
     return v;
 }
 
-// c [MR, NR] = init + sum over k of a[k][i] b[k][j]; init NULL is zero.
-static void multiply_panels(real *c, size_t c_row, const real *init, size_t init_row, const real *a, const real *b,
-                            int depth) {
+// c [MR, NR] = init + sum over k of a[k][i] b[k][j]; init NULL is zero. Never inlined: one copy of the code means one
+// allocation of registers for every caller.
+static __attribute__((noinline)) void multiply_panels(real *c, size_t c_row, const real *init, size_t init_row,
+                                                      const real *a, const real *b, int depth) {
     vector sum[MR][2];
     for (int i = 0; i < MR; i++)
         for (int j = 0; j < 2; j++) sum[i][j] = init ? load(init + i * init_row + j * LANES) : (vector){0};
@@ -167,10 +168,10 @@ void gemm_parallel(const struct gemm *products, int count) {
 }
 
 double gemm_measure_peak_flops(void) {
-    enum { REPEATS = 2048 };
-    static real a[KC * MR], b[KC * NR];
+    enum { REPEATS = 512 };
+    static real a[KC * MR] __attribute__((aligned(64))), b[KC * NR] __attribute__((aligned(64)));
     double best = 0;
-    for (int attempt = 0; attempt < 5; attempt++) {
+    for (int attempt = 0; attempt < 30; attempt++) {
         struct timespec start, end;
         int threads = 1;
         clock_gettime(CLOCK_MONOTONIC, &start);

@@ -1,0 +1,198 @@
+#include "model/activations.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/fail.h"
+#include "kernels/kernels.h"
+#include "model/rope.h"
+
+enum {
+    ALIGNMENT = 256,        // bytes, of every buffer
+    LOGIT_CHUNK = 1 << 24,  // elements of logits held at once
+    LOGIT_CHUNK_ROWS = 128, // but never fewer rows than this
+};
+
+// Hands out pieces of the arena; with base NULL it only counts.
+struct layout {
+    char *base;
+    struct activation_table *table;
+};
+
+static void *take(struct layout *l, const char *name, size_t count, size_t size) {
+    size_t bytes = (count * size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    void *piece = l->base ? l->base + l->table->bytes : NULL;
+    l->table->bytes += bytes;
+    if (bytes == 0) return NULL;
+    struct activation_row *row = NULL;
+    for (int i = 0; i < l->table->count && !row; i++)
+        if (strcmp(l->table->rows[i].name, name) == 0) row = &l->table->rows[i];
+    if (!row) {
+        if (l->table->count == (int)(sizeof l->table->rows / sizeof *l->table->rows))
+            fail_internal("activations", "found more than %d kinds of buffers; enlarge activation_table",
+                          l->table->count);
+        row = &l->table->rows[l->table->count++];
+        *row = (struct activation_row){.name = name};
+    }
+    row->bytes += bytes;
+    row->copies++;
+    return piece;
+}
+
+// A buffer named like the member it goes to.
+#define TAKE(owner, member, count) (owner)->member = take(l, #member, count, sizeof *(owner)->member)
+
+static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
+
+static void lay_out_attention(struct layout *l, struct block_activations *b, const struct config *c, size_t N) {
+    size_t n = (size_t)c->heads, H = (size_t)c->hidden, rq = (size_t)c->q_rank, rk = (size_t)c->kv_rank;
+    TAKE(b, attention_norm, N * H);
+    TAKE(b, attention_rstd, N);
+    TAKE(b, q_a, N * rq);
+    TAKE(b, q_a_norm, N * rq);
+    TAKE(b, q_a_rstd, rq ? N : 0);
+    TAKE(b, q, N * n * (size_t)config_query_dim(c));
+    TAKE(b, kv_a, N * (rk + (size_t)c->rope_dim));
+    TAKE(b, latent, N * rk);
+    TAKE(b, latent_rstd, N);
+    TAKE(b, kv, N * n * (size_t)(c->nope_dim + c->value_dim));
+    TAKE(b, o, N * n * (size_t)c->value_dim);
+    TAKE(b, lse, N * n);
+}
+
+static void lay_out_ffn(struct layout *l, struct block_activations *b, const struct config *c, size_t N, size_t batch,
+                        bool moe) {
+    size_t H = (size_t)c->hidden, E = (size_t)c->experts, routes = N * (size_t)c->top_k;
+    TAKE(b, middle, N * H);
+    TAKE(b, ffn_norm, N * H);
+    TAKE(b, ffn_rstd, N);
+    TAKE(b, gate_up, N * 2 * (size_t)(moe ? config_shared_intermediate(c) : c->intermediate));
+    if (!moe) return;
+    TAKE(b, scores, N * E);
+    TAKE(b, ids, routes);
+    TAKE(b, gates, routes);
+    TAKE(b, balance_f, batch * E);
+    TAKE(b, offsets, E + 1);
+    TAKE(b, slot_of_row, routes);
+    TAKE(b, row_of_slot, routes);
+    TAKE(b, rows, routes * H);
+    TAKE(b, expert_gate_up, routes * 2 * (size_t)c->expert_intermediate);
+}
+
+static void lay_out_mtp(struct layout *l, struct block_activations *b, const struct config *c, size_t N) {
+    size_t H = (size_t)c->hidden;
+    TAKE(b, embedded, N * H);
+    TAKE(b, concat, N * 2 * H);
+    TAKE(b, embedded_rstd, N);
+    TAKE(b, hidden_rstd, N);
+    TAKE(b, output, N * H);
+}
+
+static void lay_out_heads(struct layout *l, struct activations *a, const struct config *c, size_t N, bool training) {
+    size_t V = (size_t)c->vocab;
+    for (int k = 0; k <= c->mtp_depth + 1; k++) {
+        TAKE(&a->heads[k], ids, N);
+        if (k > c->mtp_depth) break;
+        TAKE(&a->heads[k], normed, N * (size_t)c->hidden);
+        TAKE(&a->heads[k], rstd, N);
+        TAKE(&a->heads[k], d_normed, training ? N * (size_t)c->hidden : 0);
+    }
+    size_t rows = V ? max_size(LOGIT_CHUNK / V, LOGIT_CHUNK_ROWS) : N;
+    a->logit_rows = (int)(rows < N ? rows : N);
+    TAKE(a, logits, (size_t)a->logit_rows * V);
+    TAKE(a, losses, N);
+}
+
+static void lay_out_backward(struct layout *l, struct activations *a, const struct config *c, size_t N, size_t ffn,
+                             bool any_moe) {
+    size_t n = (size_t)c->heads, H = (size_t)c->hidden, rq = (size_t)c->q_rank, rk = (size_t)c->kv_rank;
+    size_t routes = any_moe ? N * (size_t)c->top_k : 0, m = (size_t)c->expert_intermediate;
+    TAKE(a, dx, N * H);
+    TAKE(a, d_norm, N * H);
+    TAKE(a, d_q, N * n * (size_t)config_query_dim(c));
+    TAKE(a, d_kv, N * n * (size_t)(c->nope_dim + c->value_dim));
+    TAKE(a, d_o, N * n * (size_t)c->value_dim);
+    TAKE(a, d_kv_a, N * (rk + (size_t)c->rope_dim));
+    TAKE(a, d_latent, N * rk);
+    TAKE(a, d_q_a, N * rq);
+    TAKE(a, d_q_a_norm, N * rq);
+    TAKE(a, d_gate_up, N * 2 * ffn);
+    TAKE(a, d_hidden, N * ffn);
+    TAKE(a, d_expert_gate_up, routes * 2 * m);
+    TAKE(a, d_expert_hidden, routes * m);
+    TAKE(a, d_rows, routes * H);
+    TAKE(a, d_gates, routes);
+    TAKE(a, d_logits, any_moe ? N * (size_t)c->experts : 0);
+    TAKE(a, d_concat, c->mtp_depth ? N * 2 * H : 0);
+}
+
+static void lay_out(struct layout *l, struct activations *a, const struct config *c, int batch, int seq,
+                    bool training) {
+    size_t N = (size_t)batch * (size_t)seq, H = (size_t)c->hidden;
+    bool any_dense = c->dense_layers > 0, any_moe = config_blocks(c) > c->dense_layers;
+    for (int block = 0; block < config_blocks(c); block++) {
+        struct block_activations *b = &a->blocks[block];
+        TAKE(b, input, N * H);
+        lay_out_attention(l, b, c, N);
+        lay_out_ffn(l, b, c, N, (size_t)batch, config_is_moe(c, block));
+        if (block >= c->layers) lay_out_mtp(l, b, c, N);
+    }
+    TAKE(a, output, N * H);
+    lay_out_heads(l, a, c, N, training);
+    TAKE(a, angles, (size_t)seq * (size_t)c->rope_dim);
+    TAKE(a, balance, any_moe ? (size_t)batch : 0);
+    size_t routes = any_moe ? N * (size_t)c->top_k : 0;
+    size_t ffn = max_size(any_dense ? (size_t)c->intermediate : 0, any_moe ? (size_t)config_shared_intermediate(c) : 0);
+    TAKE(a, hidden, N * ffn);
+    TAKE(a, shared_out, any_moe && c->shared_experts ? N * H : 0);
+    TAKE(a, expert_hidden, routes * (size_t)c->expert_intermediate);
+    TAKE(a, expert_rows, routes * H);
+    if (training) lay_out_backward(l, a, c, N, ffn, any_moe);
+}
+
+static void lists_alloc(struct activations *a, const struct config *c) {
+    a->blocks = calloc((size_t)config_blocks(c), sizeof *a->blocks);
+    a->heads = calloc((size_t)c->mtp_depth + 2, sizeof *a->heads);
+    if (!a->blocks || !a->heads) fail_internal("activations", "found no memory for the tables of %d blocks", c->layers);
+}
+
+static void lists_free(struct activations *a) {
+    free(a->blocks);
+    free(a->heads);
+}
+
+void activations_tabulate(struct activation_table *table, const struct config *c, int batch, int seq, bool training) {
+    struct activations a = {0};
+    lists_alloc(&a, c);
+    *table = (struct activation_table){0};
+    lay_out(&(struct layout){NULL, table}, &a, c, batch, seq, training);
+    lists_free(&a);
+}
+
+size_t activations_bytes(const struct config *c, int batch, int seq) {
+    struct activation_table table;
+    activations_tabulate(&table, c, batch, seq, true);
+    return table.bytes;
+}
+
+void activations_alloc(struct activations *a, const struct config *c, int batch, int seq, bool training) {
+    struct activation_table table;
+    activations_tabulate(&table, c, batch, seq, training);
+    *a = (struct activations){.arena = device_alloc(table.bytes), .bytes = table.bytes, .batch = batch, .seq = seq};
+    lists_alloc(a, c);
+    table = (struct activation_table){0};
+    lay_out(&(struct layout){a->arena, &table}, a, c, batch, seq, training);
+
+    size_t count = (size_t)seq * (size_t)c->rope_dim;
+    accum *angles = malloc(sizeof(accum) * count);
+    if (!angles) fail_internal("rotary angles", "found no memory for %zu numbers", count);
+    rope_angles(angles, c, seq);
+    device_copy_in(a->angles, angles, sizeof(accum) * count);
+    free(angles);
+}
+
+void activations_free(struct activations *a) {
+    device_free(a->arena);
+    lists_free(a);
+    *a = (struct activations){0};
+}

@@ -1,0 +1,104 @@
+// Every buffer that a forward and backward pass needs, laid out by one table in one arena.
+#ifndef MOK_MODEL_ACTIVATIONS_H
+#define MOK_MODEL_ACTIVATIONS_H
+
+#include "kernels/types.h"
+#include "model/config.h"
+
+// What one block keeps from its forward to its backward pass. N tokens, B sequences; other letters as in config.h:
+// H hidden, n heads, dq/dv head sizes, rq/rk ranks, E experts, K top-k, m expert intermediate.
+struct block_activations {
+    real *input; // [N, H] residual stream; for an MTP module what eh_proj gave
+    // attention
+    real *attention_norm;  // [N, H]
+    accum *attention_rstd; // [N]
+    real *q_a, *q_a_norm;  // [N, rq], with q compression only
+    accum *q_a_rstd;       // [N]
+    real *q;               // [N, n*dq], rotated
+    real *kv_a;            // [N, rk + dr]: latent, then the shared rope key, rotated
+    real *latent;          // [N, rk] normed
+    accum *latent_rstd;    // [N]
+    real *kv;              // [N, n*(dn + dv)]
+    real *o;               // [N, n*dv]
+    accum *lse;            // [B, n, T]
+    // FFN
+    real *middle;         // [N, H] residual stream after attention
+    real *ffn_norm;       // [N, H]
+    accum *ffn_rstd;      // [N]
+    real *gate_up;        // [N, 2I] dense FFN, or [N, 2Sm] shared expert
+    accum *scores;        // [N, E]
+    int32_t *ids;         // [N, K]
+    accum *gates;         // [N, K]
+    accum *balance_f;     // [B, E]
+    int *offsets;         // [E + 1]
+    int *slot_of_row;     // [N*K]
+    int *row_of_slot;     // [N*K]
+    real *rows;           // [N*K, H] dispatched tokens
+    real *expert_gate_up; // [N*K, 2m]
+    // MTP module
+    real *embedded;                     // [N, H] embedding of the token k ahead
+    real *concat;                       // [N, 2H]: its norm, then the norm of the hidden state
+    accum *embedded_rstd, *hidden_rstd; // [N]
+    real *output;                       // [N, H]
+};
+
+// One output of the model that meets the head: the main model (0) or MTP depth k.
+struct head_activations {
+    real *normed;   // [N, H]
+    accum *rstd;    // [N]
+    real *d_normed; // [N, H]
+    int32_t *ids;   // [N] tokens this many positions ahead of the input: inputs of depth k, targets of depth k - 1
+};
+
+struct activations {
+    void *arena;
+    size_t bytes;
+    int batch, seq;                   // capacity: batch * seq tokens in sequences of any length up to seq
+    struct block_activations *blocks; // [config_blocks]
+    struct head_activations *heads;   // [mtp_depth + 2]; the last one has ids only
+    real *output;                     // [N, H] residual stream after the last layer
+    accum *angles;                    // [T, dr]
+    int logit_rows;                   // rows of one chunk of logits
+    real *logits;                     // [logit_rows, V]
+    accum *losses;                    // [N]
+    accum *balance;                   // [B]
+    // used and used again by every block
+    real *hidden;        // [N, max(I, Sm)]
+    real *shared_out;    // [N, H]
+    real *expert_hidden; // [N*K, m]
+    real *expert_rows;   // [N*K, H]
+    // backward only
+    real *dx, *d_norm;          // [N, H]
+    real *d_q, *d_kv, *d_o;     // like q, kv, o
+    real *d_kv_a, *d_latent;    // like kv_a, latent
+    real *d_q_a, *d_q_a_norm;   // like q_a
+    real *d_gate_up, *d_hidden; // [N, 2 max(I, Sm)], [N, max(I, Sm)]
+    real *d_expert_gate_up;     // [N*K, 2m]
+    real *d_expert_hidden;      // [N*K, m]
+    real *d_rows;               // [N*K, H]
+    accum *d_gates, *d_logits;  // [N, K], [N, E]
+    real *d_concat;             // [N, 2H]
+};
+
+// One row of the printed table: all buffers of one name, over all blocks.
+struct activation_row {
+    const char *name;
+    size_t bytes;
+    int copies;
+};
+
+struct activation_table {
+    struct activation_row rows[96];
+    int count;
+    size_t bytes; // of the arena, alignment included
+};
+
+// Sizes without allocating. training false leaves out what only the backward pass needs.
+void activations_tabulate(struct activation_table *table, const struct config *c, int batch, int seq, bool training);
+size_t activations_bytes(const struct config *c, int batch, int seq);
+
+// Allocates the arena and fills in the rotary angles.
+void activations_alloc(struct activations *a, const struct config *c, int batch, int seq, bool training);
+void activations_free(struct activations *a);
+
+#endif

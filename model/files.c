@@ -1,0 +1,136 @@
+#include "model/files.h"
+
+#include <cjson/cJSON.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "kernels/fail.h"
+
+bool file_error(char *error, size_t error_size, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(error, error_size, format, args);
+    va_end(args);
+    return false;
+}
+
+void file_path(char path[FILE_PATH], const char *folder, const char *name) {
+    int length = snprintf(path, FILE_PATH, "%s/%s", folder, name);
+    if (length >= FILE_PATH)
+        fail_user(folder, "found a path of %d bytes, wanted less than %d; use a shorter one", length, FILE_PATH);
+}
+
+bool file_size(const char *path, uint64_t *bytes, char *error, size_t error_size) {
+    struct stat info;
+    if (stat(path, &info) != 0) return file_error(error, error_size, "%s: %s", path, strerror(errno));
+    if (!S_ISREG(info.st_mode))
+        return file_error(error, error_size, "%s: found a folder or device, wanted a regular file", path);
+    *bytes = (uint64_t)info.st_size;
+    return true;
+}
+
+// ---- writing ----
+
+bool file_close_synced(FILE *file, const char *path, char *error, size_t error_size) {
+    bool flushed = fflush(file) == 0 && fsync(fileno(file)) == 0;
+    int flush_errno = errno;
+    if (fclose(file) != 0 && flushed)
+        return file_error(error, error_size, "%s: cannot close: %s", path, strerror(errno));
+    if (!flushed) return file_error(error, error_size, "%s: cannot flush: %s", path, strerror(flush_errno));
+    return true;
+}
+
+bool file_write(const char *path, const char *text, size_t bytes, char *error, size_t error_size) {
+    FILE *file = fopen(path, "wb");
+    if (!file) return file_error(error, error_size, "%s: cannot create: %s", path, strerror(errno));
+    if (fwrite(text, 1, bytes, file) != bytes) {
+        file_error(error, error_size, "%s: cannot write %zu bytes: %s", path, bytes, strerror(errno));
+        fclose(file);
+        return false;
+    }
+    return file_close_synced(file, path, error, error_size);
+}
+
+bool file_sync(const char *path, char *error, size_t error_size) {
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    if (descriptor < 0) return file_error(error, error_size, "%s: cannot open: %s", path, strerror(errno));
+    bool synced = fsync(descriptor) == 0;
+    int sync_errno = errno;
+    close(descriptor);
+    return synced || file_error(error, error_size, "%s: cannot sync: %s", path, strerror(sync_errno));
+}
+
+bool file_remove_folder(const char *path, char *error, size_t error_size) {
+    DIR *folder = opendir(path);
+    if (!folder && errno == ENOENT) return true;
+    if (!folder) return file_error(error, error_size, "%s: cannot open the folder: %s", path, strerror(errno));
+    for (struct dirent *entry; (entry = readdir(folder));)
+        unlinkat(dirfd(folder), entry->d_name, 0); // what cannot be removed makes rmdir fail
+    closedir(folder);
+    return rmdir(path) == 0 || file_error(error, error_size, "%s: cannot remove: %s", path, strerror(errno));
+}
+
+bool file_write_json(const char *path, const struct cJSON *json, char *error, size_t error_size) {
+    char *text = cJSON_Print(json);
+    if (!text) fail_internal(path, "no memory for its text");
+    size_t length = strlen(text);
+    text[length] = '\n'; // in place of the final zero
+    bool written = file_write(path, text, length + 1, error, error_size);
+    cJSON_free(text);
+    return written;
+}
+
+// ---- reading ----
+
+struct cJSON *file_parse_json(const char *text, size_t length, const char *path, char *error, size_t error_size) {
+    const char *end = text;
+    struct cJSON *json = cJSON_ParseWithLengthOpts(text, length, &end, false);
+    size_t parsed = (size_t)(end - text);
+    while (json && parsed < length && strchr(" \t\r\n", text[parsed]) && text[parsed]) parsed++;
+    if (cJSON_IsObject(json) && parsed == length) return json;
+    cJSON_Delete(json);
+    file_error(error, error_size, "%s: found no JSON at byte %zu of %zu, wanted one JSON object", path, parsed, length);
+    return NULL;
+}
+
+struct cJSON *file_read_json(const char *path, char *error, size_t error_size) {
+    const uint64_t most = 100 << 20; // the largest index of a published model is a hundredth of this
+    uint64_t bytes;
+    if (!file_size(path, &bytes, error, error_size)) return NULL;
+    if (bytes > most) {
+        file_error(error, error_size, "%s: found %ju bytes, wanted at most %ju", path, (uintmax_t)bytes,
+                   (uintmax_t)most);
+        return NULL;
+    }
+    FILE *file = fopen(path, "rb");
+    char *text = malloc(bytes + 1);
+    struct cJSON *json = NULL;
+    if (!file || !text || fread(text, 1, bytes, file) != bytes)
+        file_error(error, error_size, "%s: cannot read %ju bytes: %s", path, (uintmax_t)bytes, strerror(errno));
+    else
+        json = file_parse_json(text, bytes, path, error, error_size);
+    free(text);
+    if (file) fclose(file);
+    return json;
+}
+
+bool file_json_integer(const struct cJSON *item, uint64_t *value) {
+    if (!cJSON_IsNumber(item)) return false;
+    double number = item->valuedouble;
+    if (!(number >= 0 && number <= 0x1p53) || floor(number) != number) return false;
+    *value = (uint64_t)number;
+    return true;
+}
+
+void file_json_add_integer(struct cJSON *object, const char *name, uint64_t value) {
+    char text[24];
+    snprintf(text, sizeof text, "%ju", (uintmax_t)value);
+    cJSON_AddRawToObject(object, name, text);
+}

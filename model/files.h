@@ -1,0 +1,44 @@
+// Files that survive a crash, and JSON that is not trusted. Functions return false (or NULL) with one line in error that
+// begins with the path, so that the caller can clean up before it gives up.
+#ifndef MOK_MODEL_FILES_H
+#define MOK_MODEL_FILES_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+struct cJSON;
+
+enum { FILE_PATH = 4096, FILE_ERROR = FILE_PATH + 512 }; // bytes of a path and of an error line
+
+// Writes the error line and returns false, so that a check reads "return file_error(...)".
+bool file_error(char *error, size_t error_size, const char *format, ...) __attribute__((format(printf, 3, 4)));
+
+// path = folder/name. Ends the program (exit 2) when that is too long.
+void file_path(char path[FILE_PATH], const char *folder, const char *name);
+
+// Bytes of a regular file; false if there is none.
+bool file_size(const char *path, uint64_t *bytes, char *error, size_t error_size);
+
+// Flushes to the disk and closes, whatever happens.
+bool file_close_synced(FILE *file, const char *path, char *error, size_t error_size);
+// The whole content of a new file, on disk on return.
+bool file_write(const char *path, const char *text, size_t bytes, char *error, size_t error_size);
+// Puts what was already written to a file, or the entries of a folder, on disk.
+bool file_sync(const char *path, char *error, size_t error_size);
+// Removes the files of a folder, then the folder. A folder that is not there is fine; one with folders inside stays.
+bool file_remove_folder(const char *path, char *error, size_t error_size);
+
+// One JSON object with nothing but white space behind it. Free with cJSON_Delete.
+struct cJSON *file_parse_json(const char *text, size_t length, const char *path, char *error, size_t error_size);
+struct cJSON *file_read_json(const char *path, char *error, size_t error_size);
+// Indented, with a final newline, on disk on return.
+bool file_write_json(const char *path, const struct cJSON *json, char *error, size_t error_size);
+
+// A JSON number that is an integer from 0 to 2^53, up to where doubles are exact.
+bool file_json_integer(const struct cJSON *item, uint64_t *value);
+// Adds such a number with all its digits; cJSON's own printing keeps 15 of them.
+void file_json_add_integer(struct cJSON *object, const char *name, uint64_t value);
+
+#endif

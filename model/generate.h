@@ -1,0 +1,17 @@
+// Sampling from the model, one token after the other.
+#ifndef MOK_MODEL_GENERATE_H
+#define MOK_MODEL_GENERATE_H
+
+#include "model/model.h"
+
+// Index drawn from softmax(logits / temperature) with u in [0, 1); temperature 0 takes the largest, first of equals.
+// Safe for logits of any size.   logits (host) [V]
+int generate_pick(const float *logits, int V, double temperature, double u);
+
+// Extends tokens[0..prompt-1] by `count` sampled tokens, each from at most the last acts.seq tokens. tokens (host) has
+// room for prompt + count; prompt >= 1. Stops early after the token `stop` (-1: never). The choice at each position
+// depends on (seed, position) and the logits alone. Returns the number of tokens added.
+int generate_tokens(struct model *m, int32_t *tokens, int prompt, int count, double temperature, uint64_t seed,
+                    int32_t stop);
+
+#endif

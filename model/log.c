@@ -1,0 +1,217 @@
+#include "model/log.h"
+
+#include <cjson/cJSON.h>
+#include <errno.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "kernels/fail.h"
+#include "model/plan.h"
+
+double log_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// ---- the JSON file ----
+
+static void check_write(const struct run_log *log, bool ok) {
+    if (!ok) fail_internal(log->path, "cannot write the log: %s; free some space and resume", strerror(errno));
+}
+
+// One object, one line.
+static void write_json(struct run_log *log, cJSON *object) {
+    char *text = cJSON_PrintUnformatted(object);
+    if (!text) fail_internal(log->path, "found no memory for a log line");
+    check_write(log, fprintf(log->json, "%s\n", text) > 0 && fflush(log->json) == 0);
+    free(text);
+    cJSON_Delete(object);
+}
+
+// JSON has no NaN or infinity: they become null.
+static void add_number(cJSON *object, const char *name, double value) {
+    if (isfinite(value))
+        cJSON_AddNumberToObject(object, name, value);
+    else
+        cJSON_AddNullToObject(object, name);
+}
+
+static int64_t step_of_line(const char *line) {
+    cJSON *object = cJSON_Parse(line);
+    const cJSON *step = cJSON_GetObjectItemCaseSensitive(object, "step");
+    int64_t value = cJSON_IsNumber(step) ? (int64_t)step->valuedouble : INT64_MAX; // a torn last line is dropped
+    cJSON_Delete(object);
+    return value;
+}
+
+// Copies the lines of steps up to `last` to a new file and renames it over the log.
+static void drop_later_lines(struct run_log *log, int64_t last) {
+    FILE *old = fopen(log->path, "r");
+    if (!old && errno == ENOENT) return;
+    char temporary[sizeof log->path + 8];
+    snprintf(temporary, sizeof temporary, "%s.tmp", log->path);
+    FILE *kept = old ? fopen(temporary, "w") : NULL;
+    check_write(log, kept != NULL);
+    char *line = NULL;
+    size_t capacity = 0;
+    while (getline(&line, &capacity, old) > 0)
+        if (step_of_line(line) <= last) check_write(log, fputs(line, kept) >= 0);
+    free(line);
+    fclose(old);
+    bool written = fflush(kept) == 0 && fsync(fileno(kept)) == 0;
+    written = fclose(kept) == 0 && written;
+    check_write(log, written && rename(temporary, log->path) == 0);
+}
+
+void log_open(struct run_log *log, const struct trainer *t, const char *folder) {
+    const struct options *o = &t->options;
+    *log = (struct run_log){.flops_per_token = plan_flops_per_token(&o->model, o->seq),
+                            .peak_flops = device_peak_flops(),
+                            .started = log_now(),
+                            .first_step = t->step};
+    snprintf(log->path, sizeof log->path, "%s/log.jsonl", folder);
+    if (t->step > 0) drop_later_lines(log, t->step);
+    log->json = fopen(log->path, t->step > 0 ? "a" : "w");
+    check_write(log, log->json != NULL);
+}
+
+void log_close(struct run_log *log) {
+    check_write(log, fclose(log->json) == 0);
+    *log = (struct run_log){0};
+}
+
+// ---- the human line ----
+
+// A line that is put together piece by piece.
+struct line {
+    char text[512];
+    size_t length;
+};
+
+static void append(struct line *line, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static void append(struct line *line, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    size_t room = sizeof line->text - line->length;
+    int written = vsnprintf(line->text + line->length, room, format, args);
+    va_end(args);
+    if (written > 0) line->length += (size_t)written < room ? (size_t)written : room - 1;
+}
+
+static double resident_gib(void) {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return (double)usage.ru_maxrss / (1024.0 * 1024.0);
+}
+
+static void append_duration(struct line *line, double seconds) {
+    long s = lround(seconds);
+    if (s < 60)
+        append(line, "%lds", s);
+    else if (s < 3600)
+        append(line, "%ldm%02lds", s / 60, s % 60);
+    else
+        append(line, "%ldh%02ldm", s / 3600, s % 3600 / 60);
+}
+
+void log_step(struct run_log *log, const struct trainer *t, const struct step_report *r, double seconds) {
+    const struct options *o = &t->options;
+    double tokens_per_second = (double)(trainer_sequences_per_step(o) * o->seq) / seconds;
+    double mfu = tokens_per_second * log->flops_per_token / log->peak_flops;
+    double per_step = (log_now() - log->started) / (double)(r->step - log->first_step);
+    double eta = per_step * (double)(o->steps - r->step);
+    bool moe = config_blocks(&o->model) > o->model.dense_layers;
+
+    struct line line = {0};
+    int width = snprintf(NULL, 0, "%lld", (long long)o->steps);
+    append(&line, "step %*lld/%lld | loss %.4f", width, (long long)r->step, (long long)o->steps, r->loss);
+    if (o->model.mtp_depth) append(&line, " | mtp %.4f", r->mtp);
+    if (moe) append(&line, " | bal %.2e", r->balance);
+    append(&line, " | norm %7.3f | lr %.2e", r->norm, r->lr);
+    if (moe) append(&line, " | load max/mean %.2f dead %d", r->load_max_over_mean, r->dead);
+    append(&line, " | %.1f ms | %.1fK tok/s | mfu %.1f%% (causal) | data %.1f%% | %.2f GiB | eta ", 1e3 * seconds,
+           tokens_per_second / 1e3, 100 * mfu, 100 * r->data_seconds / seconds, resident_gib());
+    append_duration(&line, eta);
+    puts(line.text);
+    fflush(stdout);
+
+    cJSON *json = cJSON_CreateObject();
+    add_number(json, "step", (double)r->step);
+    add_number(json, "loss", r->loss);
+    if (o->model.mtp_depth) add_number(json, "mtp_loss", r->mtp);
+    if (moe) add_number(json, "balance_loss", r->balance);
+    add_number(json, "grad_norm", r->norm);
+    add_number(json, "lr", r->lr);
+    if (moe) {
+        add_number(json, "load_max_over_mean", r->load_max_over_mean);
+        add_number(json, "dead_experts", r->dead);
+    }
+    add_number(json, "tokens", (double)t->tokens);
+    add_number(json, "epoch", (double)data_epoch(t->data, DATA_TRAIN, (uint64_t)(t->sequences - 1)));
+    add_number(json, "seconds", seconds);
+    add_number(json, "tokens_per_second", tokens_per_second);
+    add_number(json, "mfu_causal", mfu);
+    add_number(json, "data_seconds", r->data_seconds);
+    add_number(json, "resident_gib", resident_gib());
+    add_number(json, "eta_seconds", eta);
+    write_json(log, json);
+}
+
+void log_eval(struct run_log *log, const struct trainer *t, double loss) {
+    double bits_per_byte = loss / M_LN2;
+    printf("eval at step %lld | loss %.4f | %.4f bits per byte\n", (long long)t->step, loss, bits_per_byte);
+    fflush(stdout);
+    cJSON *json = cJSON_CreateObject();
+    add_number(json, "step", (double)t->step);
+    add_number(json, "eval_loss", loss);
+    add_number(json, "eval_bits_per_byte", bits_per_byte);
+    write_json(log, json);
+}
+
+void log_moe(struct run_log *log, const struct trainer *t) {
+    const struct config *c = &t->options.model;
+    cJSON *json = cJSON_CreateObject(), *blocks = NULL;
+    add_number(json, "step", (double)t->step);
+    blocks = cJSON_AddArrayToObject(json, "moe_blocks");
+    for (int block = c->dense_layers; block < config_blocks(c); block++) {
+        struct moe_load load = trainer_load(t, block);
+        printf("moe block %d | load max/mean %.2f min/mean %.2f entropy %.3f dead %d | bias %.4f to %.4f\n", block,
+               load.max_over_mean, load.min_over_mean, load.entropy, load.dead, load.bias_min, load.bias_max);
+        cJSON *row = cJSON_CreateObject();
+        add_number(row, "block", block);
+        add_number(row, "load_max_over_mean", load.max_over_mean);
+        add_number(row, "load_min_over_mean", load.min_over_mean);
+        add_number(row, "load_entropy", load.entropy);
+        add_number(row, "dead_experts", load.dead);
+        add_number(row, "bias_min", load.bias_min);
+        add_number(row, "bias_max", load.bias_max);
+        cJSON_AddItemToArray(blocks, row);
+    }
+    fflush(stdout);
+    write_json(log, json);
+}
+
+void log_print_options(FILE *file, const struct options *o) {
+    enum { COLUMNS = 3, WIDTH = 40 };
+    cJSON *json = options_to_json(o), *member;
+    int column = 0;
+    cJSON_ArrayForEach(member, json) {
+        char *value = cJSON_PrintUnformatted(member);
+        char text[OPTION_TEXT + 64];
+        snprintf(text, sizeof text, "%-21s %s", member->string, value);
+        fprintf(file, "  %-*s", column < COLUMNS - 1 ? WIDTH : 0, text);
+        if (++column == COLUMNS) {
+            fputc('\n', file);
+            column = 0;
+        }
+        free(value);
+    }
+    if (column) fputc('\n', file);
+    cJSON_Delete(json);
+}

@@ -1,0 +1,34 @@
+// What a run says: one aligned line and one JSON line per step, with the same numbers.
+#ifndef MOK_MODEL_LOG_H
+#define MOK_MODEL_LOG_H
+
+#include <stdint.h>
+#include <stdio.h>
+
+#include "model/trainer.h"
+
+struct run_log {
+    FILE *json; // log.jsonl of the run folder
+    char path[OPTION_TEXT + 16];
+    double flops_per_token, peak_flops;
+    double started; // monotonic seconds
+    int64_t first_step;
+};
+
+// Opens FOLDER/log.jsonl. A run that starts at step > 0 keeps the lines of earlier steps and drops later ones, so that no
+// step appears twice.
+void log_open(struct run_log *log, const struct trainer *t, const char *folder);
+void log_close(struct run_log *log);
+
+void log_step(struct run_log *log, const struct trainer *t, const struct step_report *report, double seconds);
+void log_eval(struct run_log *log, const struct trainer *t, double loss);
+// Every MoE block's load.
+void log_moe(struct run_log *log, const struct trainer *t);
+
+// The resolved options, several in a line.
+void log_print_options(FILE *file, const struct options *o);
+
+// Monotonic seconds.
+double log_now(void);
+
+#endif

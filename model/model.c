@@ -1,0 +1,194 @@
+#include "model/model.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/fail.h"
+#include "model/ffn.h"
+#include "model/mla.h"
+
+void model_open(struct model *m, const struct config *c, int batch, int seq, bool training) {
+    *m = (struct model){.config = *c};
+    params_build(&m->params, c);
+    m->weights = device_alloc(sizeof(real) * m->params.size);
+    if (training) m->grads = device_alloc(sizeof(accum) * m->params.size);
+    m->bias = device_alloc(sizeof(accum) * model_bias_size(c));
+    m->counts = device_alloc(sizeof(int64_t) * model_bias_size(c));
+    activations_alloc(&m->acts, c, batch, seq, training);
+}
+
+void model_close(struct model *m) {
+    activations_free(&m->acts);
+    device_free(m->counts);
+    device_free(m->bias);
+    device_free(m->grads);
+    device_free(m->weights);
+    params_free(&m->params);
+    *m = (struct model){0};
+}
+
+struct router_shape model_router_shape(const struct config *c) {
+    return (struct router_shape){c->experts, c->top_k, c->groups, c->top_groups, c->normalize_gates, c->route_scale};
+}
+
+void model_add_totals(struct step_totals *totals, const struct config *c, struct batch batch) {
+    int columns = batch.T + 1 + c->mtp_depth;
+    for (int b = 0; b < batch.B; b++)
+        for (int k = 0; k <= c->mtp_depth; k++)
+            for (int t = 0; t < batch.T; t++) totals->targets[k] += batch.tokens[(size_t)b * columns + t + k + 1] >= 0;
+    totals->sequences += batch.B;
+}
+
+// heads[k].ids = the tokens k positions ahead of the input, for every k.
+static void load_tokens(struct model *m, struct batch batch) {
+    const struct activations *a = &m->acts;
+    int D = m->config.mtp_depth, columns = batch.T + 1 + D;
+    if (batch.T > a->seq || (size_t)batch.B * batch.T > (size_t)a->batch * a->seq || batch.B > a->batch)
+        fail_internal("model", "found a batch of %d x %d tokens, wanted at most %d x %d", batch.B, batch.T, a->batch,
+                      a->seq);
+    for (int b = 0; b < batch.B; b++)
+        for (int k = 0; k <= D + 1; k++)
+            device_copy_in(a->heads[k].ids + (size_t)b * batch.T, batch.tokens + (size_t)b * columns + k,
+                           sizeof(int32_t) * (size_t)batch.T);
+}
+
+// ---- forward ----
+
+static double block_forward(struct model *m, int block, real *out, int B, int T, bool count) {
+    mla_forward(m, block, B, T);
+    return ffn_forward(m, block, out, B, T, count);
+}
+
+// Layers and final norm: heads[0].normed. Returns the balance sum.
+static double layers_forward(struct model *m, int B, int T, bool count) {
+    const struct config *c = &m->config;
+    struct activations *a = &m->acts;
+    double balance = 0;
+    int N = B * T, H = c->hidden;
+    embedding_forward(a->blocks[0].input, m->weights + m->params.embedding, a->heads[0].ids, N, H);
+    for (int l = 0; l < c->layers; l++)
+        balance += block_forward(m, l, l + 1 < c->layers ? a->blocks[l + 1].input : a->output, B, T, count);
+    rmsnorm_forward(a->heads[0].normed, H, a->heads[0].rstd, a->output, H, m->weights + m->params.final_norm, N, H,
+                    c->rms_eps);
+    return balance;
+}
+
+// The hidden state that MTP depth k (from 1) continues: after the final norm for the first, the block's output later.
+static const real *mtp_hidden(const struct model *m, int k) {
+    return k == 1 ? m->acts.heads[0].normed : m->acts.blocks[m->config.layers + k - 2].output;
+}
+
+// MTP depth k: heads[k].normed (V3 eq. 21 to 23).
+static double mtp_forward(struct model *m, int k, int B, int T, bool count) {
+    const struct config *c = &m->config;
+    int block = c->layers + k - 1, N = B * T, H = c->hidden;
+    const struct block_offsets *w = &m->params.blocks[block];
+    struct block_activations *a = &m->acts.blocks[block];
+    struct head_activations *head = &m->acts.heads[k];
+    embedding_forward(a->embedded, m->weights + m->params.embedding, head->ids, N, H);
+    rmsnorm_forward(a->concat, 2 * H, a->embedded_rstd, a->embedded, H, m->weights + w->enorm, N, H, c->rms_eps);
+    rmsnorm_forward(a->concat + H, 2 * H, a->hidden_rstd, mtp_hidden(m, k), H, m->weights + w->hnorm, N, H, c->rms_eps);
+    matmul_nt(a->input, a->concat, m->weights + w->eh_proj, N, H, 2 * H, NULL);
+    double balance = block_forward(m, block, a->output, B, T, count);
+    rmsnorm_forward(head->normed, H, head->rstd, a->output, H, m->weights + w->head_norm, N, H, c->rms_eps);
+    return balance;
+}
+
+// Head and cross-entropy of heads[k], one chunk of logits at a time. With gradient: d_normed is written, the head's
+// weight gradient added, both multiplied by scale. Returns the sum of the losses.
+static double head_loss(struct model *m, int k, int N, bool gradient, double scale) {
+    struct activations *a = &m->acts;
+    struct head_activations *head = &a->heads[k];
+    const real *w = m->weights + m->params.head;
+    int H = m->config.hidden, V = m->config.vocab;
+    for (int first = 0; first < N; first += a->logit_rows) {
+        int rows = N - first < a->logit_rows ? N - first : a->logit_rows;
+        const real *normed = head->normed + (size_t)first * H;
+        matmul_nt(a->logits, normed, w, rows, V, H, NULL);
+        cross_entropy(a->logits, a->losses + first, a->heads[k + 1].ids + first, rows, V, gradient, scale);
+        if (!gradient) continue;
+        matmul_nn(head->d_normed + (size_t)first * H, a->logits, w, rows, H, V, NULL);
+        matmul_tn(m->grads + m->params.head, a->logits, normed, V, H, rows);
+    }
+    return device_sum(a->losses, (size_t)N);
+}
+
+// ---- backward ----
+
+static void block_backward(struct model *m, int block, real *dx, int B, int T, int64_t sequences) {
+    ffn_backward(m, block, dx, B, T, sequences);
+    mla_backward(m, block, dx, B, T);
+}
+
+// MTP depth k. dx comes as the gradient of the module's output from depth k + 1 (if deeper) and leaves as the gradient of
+// the hidden state it continues; for k = 1 that is added to heads[0].d_normed instead.
+static void mtp_backward(struct model *m, int k, int B, int T, int64_t sequences) {
+    const struct config *c = &m->config;
+    int block = c->layers + k - 1, N = B * T, H = c->hidden;
+    const struct block_offsets *w = &m->params.blocks[block];
+    const struct block_activations *a = &m->acts.blocks[block];
+    const struct activations *s = &m->acts;
+    const struct head_activations *head = &s->heads[k];
+    bool deeper = k < c->mtp_depth;
+    rmsnorm_backward(s->dx, H, deeper, m->grads + w->head_norm, head->d_normed, H, a->output, H,
+                     m->weights + w->head_norm, head->rstd, N, H);
+    block_backward(m, block, s->dx, B, T, sequences);
+    matmul_tn(m->grads + w->eh_proj, s->dx, a->concat, H, 2 * H, N);
+    matmul_nn(s->d_concat, s->dx, m->weights + w->eh_proj, N, 2 * H, H, NULL);
+    rmsnorm_backward(s->d_norm, H, false, m->grads + w->enorm, s->d_concat, 2 * H, a->embedded, H,
+                     m->weights + w->enorm, a->embedded_rstd, N, H);
+    embedding_backward(m->grads + m->params.embedding, s->d_norm, head->ids, N, H);
+    rmsnorm_backward(k == 1 ? s->heads[0].d_normed : s->dx, H, k == 1, m->grads + w->hnorm, s->d_concat + H, 2 * H,
+                     mtp_hidden(m, k), H, m->weights + w->hnorm, a->hidden_rstd, N, H);
+}
+
+static void layers_backward(struct model *m, int B, int T, int64_t sequences) {
+    const struct config *c = &m->config;
+    const struct activations *a = &m->acts;
+    int N = B * T, H = c->hidden;
+    rmsnorm_backward(a->dx, H, false, m->grads + m->params.final_norm, a->heads[0].d_normed, H, a->output, H,
+                     m->weights + m->params.final_norm, a->heads[0].rstd, N, H);
+    for (int l = c->layers - 1; l >= 0; l--) block_backward(m, l, a->dx, B, T, sequences);
+    embedding_backward(m->grads + m->params.embedding, a->dx, a->heads[0].ids, N, H);
+}
+
+// ---- passes ----
+
+struct losses model_evaluate(struct model *m, struct batch batch) {
+    struct losses sums = {0};
+    int B = batch.B, T = batch.T, D = m->config.mtp_depth;
+    load_tokens(m, batch);
+    sums.balance = layers_forward(m, B, T, false);
+    for (int k = 1; k <= D; k++) sums.balance += mtp_forward(m, k, B, T, false);
+    for (int k = 0; k <= D; k++) sums.cross_entropy[k] = head_loss(m, k, B * T, false, 0);
+    return sums;
+}
+
+struct losses model_gradient(struct model *m, struct batch batch, const struct step_totals *totals) {
+    struct losses sums = {0};
+    int B = batch.B, T = batch.T, D = m->config.mtp_depth;
+    load_tokens(m, batch);
+    sums.balance = layers_forward(m, B, T, true);
+    for (int k = 1; k <= D; k++) sums.balance += mtp_forward(m, k, B, T, true);
+    for (int k = 0; k <= D; k++) {
+        double weight = k == 0 ? 1 : m->config.mtp_weight / D;
+        double targets = totals->targets[k] > 0 ? (double)totals->targets[k] : 1;
+        sums.cross_entropy[k] = head_loss(m, k, B * T, true, weight / targets);
+    }
+    for (int k = D; k >= 1; k--) mtp_backward(m, k, B, T, totals->sequences);
+    layers_backward(m, B, T, totals->sequences);
+    return sums;
+}
+
+void model_logits(struct model *m, const int32_t *tokens, int T, int first, float *logits) {
+    const struct activations *a = &m->acts;
+    int H = m->config.hidden, V = m->config.vocab;
+    if (T > a->seq) fail_internal("model", "found a sequence of %d tokens, wanted at most %d", T, a->seq);
+    device_copy_in(a->heads[0].ids, tokens, sizeof(int32_t) * (size_t)T);
+    layers_forward(m, 1, T, false);
+    for (int row = first; row < T; row += a->logit_rows) {
+        int rows = T - row < a->logit_rows ? T - row : a->logit_rows;
+        matmul_nt(a->logits, a->heads[0].normed + (size_t)row * H, m->weights + m->params.head, rows, V, H, NULL);
+        device_real_to_float(logits + (size_t)(row - first) * V, a->logits, (size_t)rows * V);
+    }
+}

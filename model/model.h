@@ -1,0 +1,75 @@
+// The model: weights, gradients and activations, and the passes over one micro-batch.
+//
+// A pass works on B sequences of T tokens. Its tokens come from the host as [B, T + 1 + D], D the MTP depth: column t is
+// the input at position t, column t + 1 its target, column t + 1 + k the target of MTP depth k. A token of -1 is masked:
+// as an input it embeds as zero, as a target it does not count.
+#ifndef MOK_MODEL_MODEL_H
+#define MOK_MODEL_MODEL_H
+
+#include "kernels/kernels.h"
+#include "model/activations.h"
+#include "model/config.h"
+#include "model/params.h"
+
+enum { MTP_MAX = 4 };
+
+struct model {
+    struct config config;
+    struct params params;
+    real *weights;   // [params.size]
+    accum *grads;    // [params.size], NULL without training
+    accum *bias;     // [MoE blocks, E] selection bias
+    int64_t *counts; // [MoE blocks, E] routes since the counts were zeroed
+    struct activations acts;
+};
+
+// Allocates everything for micro-batches of up to batch x seq tokens. Weights are zero until they are set.
+void model_open(struct model *m, const struct config *c, int batch, int seq, bool training);
+void model_close(struct model *m);
+
+static inline int model_moe_blocks(const struct config *c) {
+    return config_blocks(c) > c->dense_layers ? config_blocks(c) - c->dense_layers : 0;
+}
+static inline size_t model_bias_size(const struct config *c) {
+    return (size_t)model_moe_blocks(c) * (size_t)c->experts;
+}
+// Bias and counts of one MoE block.
+static inline accum *model_bias(const struct model *m, int block) {
+    return m->bias + (size_t)(block - m->config.dense_layers) * (size_t)m->config.experts;
+}
+static inline int64_t *model_counts(const struct model *m, int block) {
+    return m->counts + (size_t)(block - m->config.dense_layers) * (size_t)m->config.experts;
+}
+struct router_shape model_router_shape(const struct config *c);
+
+// One micro-batch in host memory.
+struct batch {
+    const int32_t *tokens; // [B, T + 1 + D]
+    int B, T;
+};
+
+// What the losses of a whole optimizer step are divided by: sums over all its micro-batches and ranks.
+struct step_totals {
+    int64_t targets[MTP_MAX + 1]; // valid targets of the main model and of each MTP depth
+    int64_t sequences;
+};
+void model_add_totals(struct step_totals *totals, const struct config *c, struct batch batch);
+
+// Sums over one micro-batch, not divided.
+struct losses {
+    double cross_entropy[MTP_MAX + 1]; // over valid targets; main model, then MTP depths
+    double balance;                    // sum of f P over sequences and MoE blocks, without alpha
+};
+
+// Forward pass only; leaves counts alone.
+struct losses model_evaluate(struct model *m, struct batch batch);
+
+// Forward and backward pass: adds to grads the gradient of
+//   CE + (lambda / D) sum_k CE_k + alpha * balance,   each divided by the step's totals,
+// and adds every MoE block's routes to counts.
+struct losses model_gradient(struct model *m, struct batch batch, const struct step_totals *totals);
+
+// Logits of positions first..T-1 of one sequence of T tokens. tokens (host) [T]   logits (host) [T - first, V]
+void model_logits(struct model *m, const int32_t *tokens, int T, int first, float *logits);
+
+#endif

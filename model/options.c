@@ -1,0 +1,615 @@
+// The table of flags comes first; parsing, JSON and help below all read it. The checks between flags stand in between.
+#include "model/options.h"
+
+#include <cjson/cJSON.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/fail.h"
+#include "model/plan.h"
+#include "model/presets.h"
+
+// ---- the table ----
+
+enum flag_type { FLAG_BOOL, FLAG_INT, FLAG_INT64, FLAG_UINT64, FLAG_DOUBLE, FLAG_TEXT, FLAG_CHOICE };
+
+struct flag {
+    const char *group, *name;
+    const char *value;   // stands for the value in the help; NULL: a switch; for a choice, its words in enum order
+    enum flag_type type; // of the member at offset in struct options, size bytes long
+    size_t offset, size;
+    double minimum, maximum; // of a number, both allowed; exact in a double, so below 2^53
+    bool may_change;         // a resumed run is still the same run when this differs
+    const char *help;
+};
+
+// The type is taken from the member, so the two cannot disagree.
+#define MEMBER(member)                                                                                                 \
+    _Generic(((struct options *)0)->member,                                                                            \
+        bool: FLAG_BOOL,                                                                                               \
+        int: FLAG_INT,                                                                                                 \
+        int64_t: FLAG_INT64,                                                                                           \
+        uint64_t: FLAG_UINT64,                                                                                         \
+        double: FLAG_DOUBLE,                                                                                           \
+        char *: FLAG_TEXT,                                                                                             \
+        enum schedule: FLAG_CHOICE),                                                                                   \
+        offsetof(struct options, member), sizeof(((struct options *)0)->member)
+
+#define MANY  1e12  // a bound that no one meets, and small enough for sums and for a double
+#define SMALL 1e-30 // stands for "above zero"
+
+#define FIXED false
+#define FREE  true
+
+static const char RUN[] = "Run", BATCH[] = "Batch and length", RATE[] = "Optimizer", OUTPUT[] = "Output",
+                  SAMPLE[] = "Sampling", SIZES[] = "Model sizes", EXPERTS[] = "Mixture of experts",
+                  POSITIONS[] = "Positions and norms";
+
+// One flag per line reads best wide.
+// clang-format off
+static const struct flag flags[] = {
+    {RUN, "preset", "NAME", MEMBER(preset), 0, 0, FREE, "sizes and settings to start from, one of the list below; other flags change them"},
+    {RUN, "data", "SPEC", MEMBER(data), 0, 0, FIXED, "\"stories\" (built in), or a text file whose bytes become tokens"},
+    {RUN, "eval-data", "SPEC", MEMBER(eval_data), 0, 0, FREE, "data to evaluate on; else the held-out part of --data"},
+    {RUN, "out", "DIR", MEMBER(out), 0, 0, FREE, "run folder for the log and the checkpoints"},
+    {RUN, "resume", NULL, MEMBER(resume), 0, 0, FREE, "go on from the newest complete checkpoint in --out"},
+    {RUN, "overwrite", NULL, MEMBER(overwrite), 0, 0, FREE, "start anew in an --out that holds a run"},
+    {RUN, "device", NULL, MEMBER(device), 0, 0, FREE, "print what this program computes on, and stop"},
+    {RUN, "plan", NULL, MEMBER(plan), 0, 0, FREE, "print parameters, memory and work of this run, and stop"},
+    {RUN, "help", NULL, MEMBER(help), 0, 0, FREE, "print this, and stop"},
+
+    {BATCH, "steps", "N", MEMBER(steps), 1, MANY, FREE, "optimizer steps"},
+    {BATCH, "batch", "N", MEMBER(batch), 1, MANY, FIXED, "sequences in memory at once (a micro-batch)"},
+    {BATCH, "seq", "N", MEMBER(seq), 1, MANY, FIXED, "tokens per sequence"},
+    {BATCH, "tokens-per-step", "N", MEMBER(tokens_per_step), 0, MANY, FIXED, "tokens per optimizer step, a multiple of --batch x --seq; 0: one micro-batch"},
+    {BATCH, "seed", "N", MEMBER(seed), 0, MANY, FIXED, "of first weights, order of data, and samples"},
+
+    {RATE, "lr", "X", MEMBER(lr), 0, MANY, FIXED, "learning rate at its peak"},
+    {RATE, "min-lr", "X", MEMBER(min_lr), 0, MANY, FIXED, "learning rate at the end"},
+    {RATE, "schedule", "cosine|linear|wsd|constant", MEMBER(schedule), 0, 0, FIXED, "how the rate falls after the warmup; wsd: constant, then linear in the last --decay-steps"},
+    {RATE, "warmup", "N", MEMBER(warmup), 0, MANY, FIXED, "steps in which the rate rises"},
+    {RATE, "decay-steps", "N", MEMBER(decay_steps), 0, MANY, FIXED, "steps in which wsd falls; 0: a fifth of --steps"},
+    {RATE, "weight-decay", "X", MEMBER(weight_decay), 0, MANY, FIXED, "decoupled, on matrices only"},
+    {RATE, "clip", "X", MEMBER(clip), 0, MANY, FIXED, "largest norm of the gradient; 0: off"},
+    {RATE, "beta1", "X", MEMBER(beta1), 0, 0.999999, FIXED, "AdamW: memory of the first moment"},
+    {RATE, "beta2", "X", MEMBER(beta2), 0, 0.999999, FIXED, "AdamW: memory of the second moment"},
+    {RATE, "adam-eps", "X", MEMBER(adam_eps), SMALL, MANY, FIXED, "AdamW: added to the root of the second moment"},
+
+    {OUTPUT, "save-every", "N", MEMBER(save_every), 0, MANY, FREE, "steps between checkpoints; 0: never"},
+    {OUTPUT, "keep", "N", MEMBER(keep), 0, MANY, FREE, "newest checkpoints that are kept; 0: all"},
+    {OUTPUT, "eval-every", "N", MEMBER(eval_every), 0, MANY, FREE, "steps between evaluations; 0: never"},
+    {OUTPUT, "eval-batches", "N", MEMBER(eval_batches), 1, MANY, FREE, "micro-batches of one evaluation"},
+    {OUTPUT, "sample-every", "N", MEMBER(sample_every), 0, MANY, FREE, "steps between samples of text; 0: never"},
+    {OUTPUT, "sample-tokens", "N", MEMBER(sample_tokens), 0, MANY, FREE, "length of these samples; 0: none"},
+    {OUTPUT, "log-moe-every", "N", MEMBER(log_moe_every), 0, MANY, FREE, "steps between the log's lines on each MoE layer; 0: never"},
+
+    {SAMPLE, "generate", "N", MEMBER(generate), 0, MANY, FREE, "sample N tokens instead of training; 0: train"},
+    {SAMPLE, "from", "DIR", MEMBER(from), 0, 0, FREE, "run folder or checkpoint to sample from"},
+    {SAMPLE, "prompt", "TEXT", MEMBER(prompt), 0, 0, FREE, "text that the sample goes on from"},
+    {SAMPLE, "temperature", "X", MEMBER(temperature), 0, 1000, FREE, "divides the logits; 0: always the likeliest token"},
+
+    {SIZES, "vocab", "N", MEMBER(model.vocab), 0, MANY, FIXED, "tokens in the vocabulary; 0: as the data has"},
+    {SIZES, "hidden", "N", MEMBER(model.hidden), 1, MANY, FIXED, "width of the residual stream"},
+    {SIZES, "layers", "N", MEMBER(model.layers), 1, MANY, FIXED, "layers, dense ones included"},
+    {SIZES, "dense-layers", "N", MEMBER(model.dense_layers), 0, MANY, FIXED, "this many first layers have a dense FFN instead of experts"},
+    {SIZES, "heads", "N", MEMBER(model.heads), 1, MANY, FIXED, "attention heads"},
+    {SIZES, "q-rank", "N", MEMBER(model.q_rank), 0, MANY, FIXED, "width of the compressed queries; 0: not compressed"},
+    {SIZES, "kv-rank", "N", MEMBER(model.kv_rank), 1, MANY, FIXED, "width of the compressed keys and values"},
+    {SIZES, "nope-dim", "N", MEMBER(model.nope_dim), 1, MANY, FIXED, "part of a query and key head without position"},
+    {SIZES, "rope-dim", "N", MEMBER(model.rope_dim), 2, MANY, FIXED, "rotated part of a query and key head, even"},
+    {SIZES, "value-dim", "N", MEMBER(model.value_dim), 1, MANY, FIXED, "width of a value head"},
+    {SIZES, "intermediate", "N", MEMBER(model.intermediate), 0, MANY, FIXED, "inner width of a dense FFN"},
+    {SIZES, "mtp-depth", "N", MEMBER(model.mtp_depth), 0, MANY, FIXED, "modules that predict a further token; 0: none"},
+    {SIZES, "mtp-weight", "X", MEMBER(model.mtp_weight), 0, MANY, FIXED, "weight of their loss"},
+    {SIZES, "init-std", "X", MEMBER(model.init_std), 0, MANY, FIXED, "standard deviation of the first matrices"},
+
+    {EXPERTS, "expert-intermediate", "N", MEMBER(model.expert_intermediate), 0, MANY, FIXED, "inner width of an expert"},
+    {EXPERTS, "experts", "N", MEMBER(model.experts), 0, MANY, FIXED, "routed experts in a layer"},
+    {EXPERTS, "shared-experts", "N", MEMBER(model.shared_experts), 0, MANY, FIXED, "experts that every token uses"},
+    {EXPERTS, "top-k", "N", MEMBER(model.top_k), 0, MANY, FIXED, "routed experts that a token uses"},
+    {EXPERTS, "groups", "N", MEMBER(model.groups), 0, MANY, FIXED, "groups of experts; 1: selection is not limited"},
+    {EXPERTS, "top-groups", "N", MEMBER(model.top_groups), 0, MANY, FIXED, "groups that a token may choose from"},
+    {EXPERTS, "normalize-gates", "true|false", MEMBER(model.normalize_gates), 0, 0, FIXED, "divide the selected scores by their sum"},
+    {EXPERTS, "route-scale", "X", MEMBER(model.route_scale), SMALL, MANY, FIXED, "factor of the gates"},
+    {EXPERTS, "balance-alpha", "X", MEMBER(model.balance_alpha), 0, MANY, FIXED, "weight of the sequence balance loss"},
+    {EXPERTS, "bias-rate", "X", MEMBER(model.bias_rate), 0, MANY, FIXED, "step of the selection bias"},
+
+    {POSITIONS, "max-positions", "N", MEMBER(model.max_positions), 1, MANY, FIXED, "longest sequence that the model is meant for"},
+    {POSITIONS, "rms-eps", "X", MEMBER(model.rms_eps), SMALL, MANY, FIXED, "added to the mean square in norms"},
+    {POSITIONS, "rope-theta", "X", MEMBER(model.rope_theta), SMALL, MANY, FIXED, "base of the rotation's frequencies"},
+    {POSITIONS, "yarn-factor", "X", MEMBER(model.yarn.factor), 0, MANY, FIXED, "YaRN: how many times longer sequences become; 0: off"},
+    {POSITIONS, "yarn-original-length", "N", MEMBER(model.yarn.original_length), 1, MANY, FIXED, "YaRN: length before"},
+    {POSITIONS, "yarn-beta-fast", "X", MEMBER(model.yarn.beta_fast), 0, MANY, FIXED, "YaRN: pairs with more turns than this stay as they are"},
+    {POSITIONS, "yarn-beta-slow", "X", MEMBER(model.yarn.beta_slow), 0, MANY, FIXED, "YaRN: pairs with fewer turns than this are stretched"},
+    {POSITIONS, "yarn-mscale", "X", MEMBER(model.yarn.mscale), 0, MANY, FIXED, "YaRN: growth of cosines and sines"},
+    {POSITIONS, "yarn-mscale-all-dim", "X", MEMBER(model.yarn.mscale_all_dim), 0, MANY, FIXED, "YaRN: growth of the attention scores"},
+};
+// clang-format on
+
+enum { FLAGS = sizeof flags / sizeof *flags };
+
+static const struct flag *flag_find(const char *name, size_t length) {
+    for (int i = 0; i < FLAGS; i++)
+        if (strlen(flags[i].name) == length && memcmp(flags[i].name, name, length) == 0) return &flags[i];
+    return NULL;
+}
+
+static double flag_maximum(const struct flag *f) {
+    return f->type == FLAG_INT && f->maximum > INT_MAX ? INT_MAX : f->maximum;
+}
+
+// Every 64-bit seed is allowed, and no bound is worth printing that only the type sets.
+static bool flag_has_maximum(const struct flag *f) { return f->type != FLAG_UINT64 && f->maximum < MANY; }
+
+// Writes ">=1", ">0" or "0..1000".
+static void flag_range(const struct flag *f, char *text, size_t size) {
+    if (flag_has_maximum(f))
+        snprintf(text, size, "%.15g..%.15g", f->minimum, f->maximum);
+    else if (f->minimum == SMALL)
+        snprintf(text, size, ">0");
+    else
+        snprintf(text, size, ">=%.15g", f->minimum);
+}
+
+// ---- one flag's value from text and to text ----
+
+static bool set_integer(const struct flag *f, void *member, const char *text) {
+    const char *digits = *text == '-' ? text + 1 : text;
+    if (*digits < '0' || *digits > '9') return false; // strtoll would skip spaces and take a plus sign
+    char *end;
+    errno = 0;
+    if (f->type == FLAG_UINT64) {
+        uint64_t value = strtoull(text, &end, 10);
+        if (*text == '-' || *end || errno) return false;
+        *(uint64_t *)member = value;
+        return true;
+    }
+    int64_t value = strtoll(text, &end, 10);
+    if (*end || errno || value < f->minimum || value > flag_maximum(f)) return false;
+    if (f->type == FLAG_INT)
+        *(int *)member = (int)value;
+    else
+        *(int64_t *)member = value;
+    return true;
+}
+
+static bool set_double(const struct flag *f, double *member, const char *text) {
+    // Decimal digits only: strtod would take spaces, "nan", "inf" and hexadecimal too.
+    if (!*text || text[strspn(text, "0123456789+-.eE")] || *text == '+') return false;
+    char *end;
+    errno = 0;
+    double value = strtod(text, &end);
+    if (*end || errno || value < f->minimum || value > f->maximum) return false;
+    *member = value;
+    return true;
+}
+
+// Index of text among words separated by "|", or -1.
+static int word_find(const char *words, const char *text) {
+    size_t length = strlen(text);
+    for (int index = 0;; index++) {
+        size_t word = strcspn(words, "|");
+        if (word == length && memcmp(words, text, length) == 0) return index;
+        if (!words[word]) return -1;
+        words += word + 1;
+    }
+}
+
+// Sets the flag's member of o; false if the text does not say a value in range.
+static bool flag_set(const struct flag *f, struct options *o, const char *text) {
+    void *member = (char *)o + f->offset;
+    int word;
+    switch (f->type) {
+    case FLAG_BOOL:
+        word = word_find("true|false", text);
+        if (word < 0) return false;
+        *(bool *)member = word == 0;
+        return true;
+    case FLAG_CHOICE:
+        word = word_find(f->value, text);
+        if (word < 0) return false;
+        *(enum schedule *)member = (enum schedule)word;
+        return true;
+    case FLAG_TEXT:
+        if (strlen(text) >= f->size) return false;
+        memset(member, 0, f->size); // equal options are equal bytes
+        memcpy(member, text, strlen(text));
+        return true;
+    case FLAG_DOUBLE:
+        return set_double(f, member, text);
+    default:
+        return set_integer(f, member, text);
+    }
+}
+
+// What flag_set would have taken, for messages. A static line.
+static const char *flag_wanted(const struct flag *f) {
+    static char wanted[128];
+    char range[64];
+    flag_range(f, range, sizeof range);
+    switch (f->type) {
+    case FLAG_BOOL:
+        return "true or false";
+    case FLAG_CHOICE:
+        snprintf(wanted, sizeof wanted, "one of %s", f->value);
+        break;
+    case FLAG_TEXT:
+        snprintf(wanted, sizeof wanted, "1 to %zu bytes", f->size - 1);
+        break;
+    case FLAG_UINT64:
+        return "a whole number from 0 to 18446744073709551615";
+    case FLAG_DOUBLE:
+        snprintf(wanted, sizeof wanted, "a number %s", range);
+        break;
+    case FLAG_INT:
+    case FLAG_INT64:
+        snprintf(wanted, sizeof wanted, "a whole number from %.0f to %.0f", f->minimum, flag_maximum(f));
+        break;
+    }
+    return wanted;
+}
+
+// The text that flag_set would turn into the same value; text holds OPTION_TEXT bytes and is returned.
+static const char *flag_text(const struct flag *f, const struct options *o, char *text) {
+    const void *member = (const char *)o + f->offset;
+    switch (f->type) {
+    case FLAG_BOOL:
+        snprintf(text, OPTION_TEXT, "%s", *(const bool *)member ? "true" : "false");
+        break;
+    case FLAG_INT:
+        snprintf(text, OPTION_TEXT, "%d", *(const int *)member);
+        break;
+    case FLAG_INT64:
+        snprintf(text, OPTION_TEXT, "%" PRId64, *(const int64_t *)member);
+        break;
+    case FLAG_UINT64:
+        snprintf(text, OPTION_TEXT, "%" PRIu64, *(const uint64_t *)member);
+        break;
+    case FLAG_TEXT:
+        snprintf(text, OPTION_TEXT, "%s", (const char *)member);
+        break;
+    case FLAG_DOUBLE: // as few digits as give the same number again
+        for (int digits = 6; digits <= 17; digits++) {
+            snprintf(text, OPTION_TEXT, "%.*g", digits, *(const double *)member);
+            if (strtod(text, NULL) == *(const double *)member) break;
+        }
+        break;
+    case FLAG_CHOICE: {
+        const char *word = f->value;
+        for (int i = *(const enum schedule *)member; i > 0; i--) word = strchr(word, '|') + 1;
+        snprintf(text, OPTION_TEXT, "%.*s", (int)strcspn(word, "|"), word);
+    }
+    }
+    return text;
+}
+
+// ---- defaults and checks between flags ----
+
+bool options_set_preset(struct options *o, const char *name) {
+    const struct preset *p = preset_find(name);
+    if (!p) return false;
+    *o = (struct options){
+        .model = p->model,
+        .batch = p->batch,
+        .seq = p->seq,
+        .tokens_per_step = p->tokens_per_step,
+        .steps = p->steps,
+        .seed = 1337,
+        .lr = p->lr,
+        .min_lr = p->min_lr,
+        .schedule = SCHEDULE_COSINE,
+        .warmup = p->warmup,
+        .weight_decay = 0.1,
+        .clip = 1,
+        .beta1 = 0.9,
+        .beta2 = 0.95,
+        .adam_eps = 1e-8,
+        .save_every = p->save_every,
+        .eval_every = p->eval_every,
+        .sample_every = p->sample_every,
+        .log_moe_every = 100,
+        .eval_batches = 8,
+        .keep = 3,
+        .sample_tokens = 200,
+        .temperature = 0.8,
+    };
+    snprintf(o->preset, sizeof o->preset, "%s", name);
+    snprintf(o->data, sizeof o->data, "stories");
+    snprintf(o->out, sizeof o->out, "runs/%s", name);
+    return true;
+}
+
+int64_t options_decay_steps(const struct options *o) {
+    int64_t steps = o->decay_steps ? o->decay_steps : (o->steps + 4) / 5;
+    return steps < o->steps - o->warmup ? steps : o->steps - o->warmup;
+}
+
+static void check_batch(const struct options *o) {
+    int64_t micro = (int64_t)o->batch * o->seq, routes, all;
+    if (micro > INT_MAX)
+        fail_user("--batch", "found %d with --seq %d, wanted a product of at most %d tokens", o->batch, o->seq,
+                  INT_MAX);
+    if (__builtin_mul_overflow(micro, (int64_t)o->model.top_k, &routes) || routes > INT_MAX)
+        fail_user("--batch", "found %d with --seq %d and --top-k %d, wanted a product of at most %d routes", o->batch,
+                  o->seq, o->model.top_k, INT_MAX);
+    if (o->seq > o->model.max_positions)
+        fail_user("--seq", "found %d, wanted at most --max-positions %d", o->seq, o->model.max_positions);
+    int64_t tokens = o->tokens_per_step;
+    if (tokens % micro) {
+        int64_t below = tokens / micro * micro;
+        char nearest[64];
+        if (below)
+            snprintf(nearest, sizeof nearest, "%" PRId64 " or %" PRId64, below, below + micro);
+        else
+            snprintf(nearest, sizeof nearest, "%" PRId64, micro);
+        fail_user("--tokens-per-step",
+                  "found %" PRId64 ", wanted a multiple of --batch %d x --seq %d = %" PRId64 "; the nearest is %s",
+                  tokens, o->batch, o->seq, micro, nearest);
+    }
+    if (__builtin_mul_overflow(tokens ? tokens : micro, o->steps, &all))
+        fail_user("--steps", "found %" PRId64 " of %" PRId64 " tokens each, wanted fewer than 2^63 tokens in all",
+                  o->steps, tokens ? tokens : micro);
+}
+
+static void check_rate(const struct options *o) {
+    if (o->warmup > o->steps)
+        fail_user("--warmup", "found %" PRId64 ", wanted at most --steps %" PRId64, o->warmup, o->steps);
+    if (o->min_lr > o->lr) fail_user("--min-lr", "found %g, wanted at most --lr %g", o->min_lr, o->lr);
+    if (o->schedule == SCHEDULE_WSD && o->decay_steps > o->steps - o->warmup)
+        fail_user("--decay-steps", "found %" PRId64 ", wanted at most --steps %" PRId64 " less --warmup %" PRId64,
+                  o->decay_steps, o->steps, o->warmup);
+}
+
+static void check_modes(const struct options *o, bool prompt_given, bool temperature_given) {
+    if (o->resume && o->overwrite)
+        fail_user("--resume", "found beside --overwrite, wanted one of them: go on with the run, or start it anew");
+    if (o->generate && !o->from[0])
+        fail_user("--generate", "found without --from, wanted --from DIR: the run to sample from");
+    const char *alone = o->from[0] ? "--from" : prompt_given ? "--prompt" : temperature_given ? "--temperature" : NULL;
+    if (!o->generate && alone)
+        fail_user(alone, "found without --generate, wanted --generate N: it matters for sampling only");
+}
+
+// ---- the command line ----
+
+// Edit distance between name and a flag's name; both shorter than 64.
+static int distance(const char *a, size_t a_length, const char *b) {
+    int row[64];
+    size_t b_length = strlen(b);
+    for (size_t j = 0; j <= b_length; j++) row[j] = (int)j;
+    for (size_t i = 1; i <= a_length; i++) {
+        int diagonal = row[0];
+        row[0] = (int)i;
+        for (size_t j = 1; j <= b_length; j++) {
+            int best = diagonal + (a[i - 1] != b[j - 1]);
+            if (row[j] + 1 < best) best = row[j] + 1;
+            if (row[j - 1] + 1 < best) best = row[j - 1] + 1;
+            diagonal = row[j];
+            row[j] = best;
+        }
+    }
+    return row[b_length];
+}
+
+static _Noreturn void fail_unknown(const char *argument) {
+    const char *name = argument + strspn(argument, "-"), *nearest = NULL;
+    size_t length = strcspn(name, "=");
+    int best = (int)length / 3 + 1; // farther names would be guesses
+    for (int i = 0; i < FLAGS && length > 1 && length < 64; i++) {
+        int d = distance(name, length, flags[i].name);
+        if (d < best || (d == best && !nearest)) {
+            best = d;
+            nearest = flags[i].name;
+        }
+    }
+    int shown = (int)strcspn(argument, "=");
+    if (nearest)
+        fail_user("command line", "found unknown flag %.*s, wanted perhaps --%s; --help lists all flags", shown,
+                  argument, nearest);
+    fail_user("command line", "found unknown flag %.*s, wanted one that --help lists", shown, argument);
+}
+
+// Splits the arguments into one text per flag, NULL where the flag is not given.
+static void collect(const char *values[FLAGS], int argc, char **argv) {
+    for (int i = 1; i < argc; i++) {
+        const char *argument = argv[i], *equals = strchr(argument, '=');
+        if (argument[0] != '-')
+            fail_user("command line", "found '%s' where a flag should be, wanted --flag value; --help lists the flags",
+                      argument);
+        size_t length = equals ? (size_t)(equals - argument) : strlen(argument);
+        const struct flag *f = length > 2 && argument[1] == '-' ? flag_find(argument + 2, length - 2) : NULL;
+        if (!f) fail_unknown(argument);
+
+        char place[64];
+        snprintf(place, sizeof place, "--%s", f->name);
+        const char **value = &values[f - flags];
+        if (*value) fail_user(place, "found twice, wanted once");
+        if (!f->value) {
+            if (equals) fail_user(place, "found value '%s', wanted none: it is a switch", equals + 1);
+            *value = "true";
+            continue;
+        }
+        if (equals)
+            *value = equals + 1;
+        else if (i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0)
+            *value = argv[++i];
+        else
+            fail_user(place, "found no value, wanted %s (one that begins with -- is given as %s=VALUE)", flag_wanted(f),
+                      place);
+        if (!**value) fail_user(place, "found an empty value, wanted %s", flag_wanted(f));
+    }
+}
+
+static bool given(const char *values[FLAGS], const char *name) { return values[flag_find(name, strlen(name)) - flags]; }
+
+void options_parse(struct options *o, int argc, char **argv) {
+    options_set_preset(o, "tiny");
+    for (int i = 1; i < argc; i++)
+        if (strcmp(argv[i], "--help") == 0) {
+            o->help = true;
+            return;
+        }
+    const char *values[FLAGS] = {0};
+    collect(values, argc, argv);
+
+    const char *preset = values[flag_find("preset", 6) - flags];
+    if (preset && !options_set_preset(o, preset)) {
+        char names[512] = "";
+        for (int i = 0; i < preset_count; i++)
+            snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", i ? ", " : "", presets[i].name);
+        fail_user("--preset", "found '%s', wanted one of %s", preset, names);
+    }
+    for (int i = 0; i < FLAGS; i++) {
+        if (!values[i] || flag_set(&flags[i], o, values[i])) continue;
+        char place[64];
+        snprintf(place, sizeof place, "--%s", flags[i].name);
+        fail_user(place, "found '%s', wanted %s", values[i], flag_wanted(&flags[i]));
+    }
+    if (!given(values, "warmup") && o->warmup > o->steps) o->warmup = o->steps;
+    if (!given(values, "min-lr") && o->min_lr > o->lr) o->min_lr = o->lr;
+
+    check_modes(o, given(values, "prompt"), given(values, "temperature"));
+    check_batch(o);
+    check_rate(o);
+}
+
+// ---- JSON ----
+
+struct cJSON *options_to_json(const struct options *o) {
+    cJSON *json = cJSON_CreateObject();
+    for (int i = 0; i < FLAGS; i++) {
+        const struct flag *f = &flags[i];
+        char text[OPTION_TEXT];
+        flag_text(f, o, text);
+        bool beyond_double = f->type == FLAG_UINT64 && strtoull(text, NULL, 10) > 1ull << 53;
+        cJSON *item;
+        if (f->type == FLAG_BOOL)
+            item = cJSON_CreateBool(text[0] == 't');
+        else if (f->type == FLAG_TEXT || f->type == FLAG_CHOICE || beyond_double)
+            item = cJSON_CreateString(text);
+        else
+            item = cJSON_CreateRaw(text); // cJSON's own numbers print 15 digits only
+        if (!json || !item || !cJSON_AddItemToObject(json, f->name, item))
+            fail_internal("options", "no memory for JSON");
+    }
+    return json;
+}
+
+// The member as the text that flag_set reads, or NULL if it has the wrong type. number: room for a number's text.
+static const char *json_text(const struct flag *f, const cJSON *item, char number[32]) {
+    if (f->type == FLAG_BOOL) return cJSON_IsBool(item) ? (cJSON_IsTrue(item) ? "true" : "false") : NULL;
+    if (f->type == FLAG_TEXT || f->type == FLAG_CHOICE) return cJSON_IsString(item) ? item->valuestring : NULL;
+    if (cJSON_IsRaw(item) || (f->type == FLAG_UINT64 && cJSON_IsString(item))) return item->valuestring;
+    if (!cJSON_IsNumber(item)) return NULL;
+    snprintf(number, 32, "%.17g", item->valuedouble);
+    return number;
+}
+
+const char *options_from_json(struct options *o, const struct cJSON *json) {
+    static char wrong[256];
+    if (!cJSON_IsObject(json)) return "not a JSON object";
+    struct options result = *o;
+    const cJSON *item;
+    cJSON_ArrayForEach(item, json) {
+        const char *name = item->string;
+        const struct flag *f = flag_find(name, strlen(name));
+        char number[32];
+        const char *text = f ? json_text(f, item, number) : NULL;
+        if (!f)
+            snprintf(wrong, sizeof wrong, "unknown member \"%.64s\"", name);
+        else if (cJSON_GetObjectItemCaseSensitive(json, name) != item)
+            snprintf(wrong, sizeof wrong, "member \"%s\" stands there twice", name);
+        else if (!text || !flag_set(f, &result, text))
+            snprintf(wrong, sizeof wrong, "member \"%s\" is not %s", name, flag_wanted(f));
+        else
+            continue;
+        return wrong;
+    }
+    *o = result;
+    return NULL;
+}
+
+const char *options_compare(FILE *file, const struct options *before, const struct options *now) {
+    const char *fixed = NULL;
+    for (int i = 0; i < FLAGS; i++) {
+        const struct flag *f = &flags[i];
+        char old[OPTION_TEXT], new[OPTION_TEXT];
+        if (!f->value) continue; // switches say what to do, not what the run is
+        if (strcmp(flag_text(f, before, old), flag_text(f, now, new)) == 0) continue;
+        fprintf(file, "--%s: %s before, %s now\n", f->name, old, new);
+        if (!f->may_change && !fixed) fixed = f->name;
+    }
+    return fixed;
+}
+
+// ---- help ----
+
+enum { HELP_INDENT = 32, HELP_WIDTH = 100 };
+
+// Prints text from column on, each further line indented by HELP_INDENT.
+static void print_wrapped(FILE *file, const char *text, int column) {
+    if (column >= HELP_INDENT) {
+        fputc('\n', file);
+        column = 0;
+    }
+    fprintf(file, "%*s", HELP_INDENT - column, "");
+    column = HELP_INDENT;
+    while (*text) {
+        int word = (int)strcspn(text, " ");
+        if (column > HELP_INDENT && column + 1 + word > HELP_WIDTH) {
+            fprintf(file, "\n%*s", HELP_INDENT, "");
+            column = HELP_INDENT;
+        }
+        if (column > HELP_INDENT) column += fprintf(file, " ");
+        column += fprintf(file, "%.*s", word, text);
+        text += word + (text[word] == ' ');
+    }
+    fputc('\n', file);
+}
+
+static void print_flag(FILE *file, const struct flag *f, const struct options *defaults) {
+    char text[2 * OPTION_TEXT], value[OPTION_TEXT], range[64];
+    flag_text(f, defaults, value);
+    flag_range(f, range, sizeof range);
+    bool number = f->type != FLAG_BOOL && f->type != FLAG_CHOICE && f->type != FLAG_TEXT;
+    if (!f->value || !value[0])
+        snprintf(text, sizeof text, "%s", f->help);
+    else
+        snprintf(text, sizeof text, "%s [%s%s%s]", f->help, value, number ? "; " : "", number ? range : "");
+    int column = fprintf(file, "  --%s%s%s", f->name, f->value ? " " : "", f->value ? f->value : "");
+    print_wrapped(file, text, column);
+}
+
+static void print_presets(FILE *file) {
+    fprintf(file, "\nPresets (parameters with a vocabulary of 257 bytes where the data decides)\n");
+    fprintf(file, "  %-16s%9s%9s  purpose\n", "name", "all", "active");
+    for (int i = 0; i < preset_count; i++) {
+        struct config c = presets[i].model;
+        if (!c.vocab) c.vocab = 257;
+        struct plan plan;
+        plan_count(&plan, &c);
+        char all[16], active[16];
+        fprintf(file, "  %-16s%9s%9s  %s\n", presets[i].name, plan_format_count(all, plan.total + plan.mtp),
+                plan_format_count(active, plan.active), presets[i].purpose);
+    }
+}
+
+void options_print_help(FILE *file) {
+    struct options defaults;
+    options_set_preset(&defaults, "tiny");
+    fprintf(file, "usage: train [--flag VALUE | --flag=VALUE | --switch] ...\n"
+                  "In brackets: the value of --preset tiny, which is the default preset, then the range.\n");
+    const char *group = NULL;
+    for (int i = 0; i < FLAGS; i++) {
+        if (flags[i].group != group) {
+            group = flags[i].group;
+            fprintf(file, "\n%s\n", group);
+        }
+        print_flag(file, &flags[i], &defaults);
+    }
+    print_presets(file);
+}

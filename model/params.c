@@ -1,0 +1,208 @@
+#include "model/params.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/fail.h"
+
+const char *const param_kind_names[PARAM_KINDS] = {
+    [PARAM_EMBEDDING] = "embedding",
+    [PARAM_HEAD] = "head",
+    [PARAM_NORM] = "norms",
+    [PARAM_ATTENTION] = "attention",
+    [PARAM_DENSE_FFN] = "dense FFN",
+    [PARAM_ROUTER] = "router",
+    [PARAM_SHARED_EXPERT] = "shared experts",
+    [PARAM_EXPERT] = "routed experts",
+    [PARAM_MTP] = "MTP joins",
+};
+
+// ---- the table ----
+
+// Every tensor that a kernel takes as one piece begins at a multiple of this many elements: 256 bytes of float, 128 of
+// BF16, which covers the widest loads.
+enum { ALIGNMENT = 64 };
+
+static size_t align_next(struct params *p) {
+    p->size = (p->size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return p->size;
+}
+
+// Appends model.layers.BLOCK.NAME.weight, or NAME.weight when block is -1, right behind the last tensor.
+static struct param *append(struct params *p, int block, enum param_kind kind, const char *name, int rows, int cols) {
+    struct param *entry = &p->list[p->count++];
+    if (block < 0)
+        snprintf(entry->name, sizeof entry->name, "%s.weight", name);
+    else
+        snprintf(entry->name, sizeof entry->name, "model.layers.%d.%s.weight", block, name);
+    entry->rows = rows;
+    entry->cols = cols;
+    entry->decay = cols > 0;
+    entry->kind = kind;
+    entry->block = block;
+    entry->offset = p->size;
+    p->size += param_size(entry);
+    return entry;
+}
+
+// The same at an aligned offset, which is returned.
+static size_t place(struct params *p, int block, enum param_kind kind, const char *name, int rows, int cols) {
+    align_next(p);
+    return append(p, block, kind, name, rows, cols)->offset;
+}
+
+static void append_gate_up(struct params *p, int block, enum param_kind kind, const char *ffn, int inner, int hidden) {
+    char name[64];
+    snprintf(name, sizeof name, "%s.gate_proj", ffn);
+    append(p, block, kind, name, inner, hidden);
+    snprintf(name, sizeof name, "%s.up_proj", ffn);
+    append(p, block, kind, name, inner, hidden);
+}
+
+static void append_down(struct params *p, int block, enum param_kind kind, const char *ffn, int inner, int hidden) {
+    char name[64];
+    snprintf(name, sizeof name, "%s.down_proj", ffn);
+    append(p, block, kind, name, hidden, inner)->transposed = true;
+}
+
+static void place_attention(struct params *p, const struct config *c, int block, struct block_offsets *b) {
+    int q_rows = c->heads * config_query_dim(c);
+    if (c->q_rank) {
+        b->q_a = place(p, block, PARAM_ATTENTION, "self_attn.q_a_proj", c->q_rank, c->hidden);
+        b->q_a_norm = place(p, block, PARAM_NORM, "self_attn.q_a_layernorm", c->q_rank, 0);
+        b->q_b = place(p, block, PARAM_ATTENTION, "self_attn.q_b_proj", q_rows, c->q_rank);
+    } else {
+        b->q = place(p, block, PARAM_ATTENTION, "self_attn.q_proj", q_rows, c->hidden);
+    }
+    b->kv_a = place(p, block, PARAM_ATTENTION, "self_attn.kv_a_proj_with_mqa", c->kv_rank + c->rope_dim, c->hidden);
+    b->kv_a_norm = place(p, block, PARAM_NORM, "self_attn.kv_a_layernorm", c->kv_rank, 0);
+    b->kv_b =
+        place(p, block, PARAM_ATTENTION, "self_attn.kv_b_proj", c->heads * (c->nope_dim + c->value_dim), c->kv_rank);
+    b->o = place(p, block, PARAM_ATTENTION, "self_attn.o_proj", c->hidden, c->heads * c->value_dim);
+}
+
+// One block without its routed experts.
+static void place_dense(struct params *p, const struct config *c, int block, struct block_offsets *b) {
+    bool mtp = block >= c->layers;
+    if (mtp) {
+        b->enorm = place(p, block, PARAM_MTP, "enorm", c->hidden, 0);
+        b->hnorm = place(p, block, PARAM_MTP, "hnorm", c->hidden, 0);
+        b->eh_proj = place(p, block, PARAM_MTP, "eh_proj", c->hidden, 2 * c->hidden);
+    }
+    b->input_norm = place(p, block, PARAM_NORM, "input_layernorm", c->hidden, 0);
+    place_attention(p, c, block, b);
+    b->post_norm = place(p, block, PARAM_NORM, "post_attention_layernorm", c->hidden, 0);
+    if (!config_is_moe(c, block)) {
+        b->w13 = align_next(p);
+        append_gate_up(p, block, PARAM_DENSE_FFN, "mlp", c->intermediate, c->hidden);
+        b->w2 = align_next(p);
+        append_down(p, block, PARAM_DENSE_FFN, "mlp", c->intermediate, c->hidden);
+    } else {
+        b->router = place(p, block, PARAM_ROUTER, "mlp.gate", c->experts, c->hidden);
+        if (c->shared_experts) {
+            int inner = config_shared_intermediate(c);
+            b->shared_w13 = align_next(p);
+            append_gate_up(p, block, PARAM_SHARED_EXPERT, "mlp.shared_experts", inner, c->hidden);
+            b->shared_w2 = align_next(p);
+            append_down(p, block, PARAM_SHARED_EXPERT, "mlp.shared_experts", inner, c->hidden);
+        }
+    }
+    if (mtp) b->head_norm = place(p, block, PARAM_MTP, "shared_head.norm", c->hidden, 0);
+}
+
+static void place_experts(struct params *p, const struct config *c, int block, struct block_offsets *b) {
+    char name[32];
+    b->expert_w13 = align_next(p);
+    for (int e = 0; e < c->experts; e++) {
+        snprintf(name, sizeof name, "mlp.experts.%d", e);
+        append_gate_up(p, block, PARAM_EXPERT, name, c->expert_intermediate, c->hidden);
+    }
+    b->expert_w2 = align_next(p);
+    for (int e = 0; e < c->experts; e++) {
+        snprintf(name, sizeof name, "mlp.experts.%d", e);
+        append_down(p, block, PARAM_EXPERT, name, c->expert_intermediate, c->hidden);
+    }
+}
+
+void params_build(struct params *p, const struct config *c) {
+    // A block has at most 17 tensors besides its routed experts.
+    size_t blocks = (size_t)config_blocks(c);
+    size_t most = 3 + 17 * blocks + 3 * (size_t)c->experts * blocks;
+    *p = (struct params){.list = calloc(most, sizeof *p->list), .blocks = malloc(blocks * sizeof *p->blocks)};
+    if (!p->list || !p->blocks) fail_internal("parameter table", "no memory for %zu entries", most);
+    memset(p->blocks, 0xff, blocks * sizeof *p->blocks); // SIZE_MAX: the block has no such tensor
+
+    p->embedding = place(p, -1, PARAM_EMBEDDING, "model.embed_tokens", c->vocab, c->hidden);
+    p->final_norm = place(p, -1, PARAM_NORM, "model.norm", c->hidden, 0);
+    p->head = place(p, -1, PARAM_HEAD, "lm_head", c->vocab, c->hidden);
+    for (int block = 0; block < config_blocks(c); block++) place_dense(p, c, block, &p->blocks[block]);
+    p->dense_size = align_next(p);
+    for (int block = c->dense_layers; block < config_blocks(c); block++) place_experts(p, c, block, &p->blocks[block]);
+    align_next(p);
+}
+
+void params_free(struct params *p) {
+    free(p->list);
+    free(p->blocks);
+    *p = (struct params){0};
+}
+
+size_t params_total(const struct params *p) {
+    size_t total = 0;
+    for (int i = 0; i < p->count; i++) total += param_size(&p->list[i]);
+    return total;
+}
+
+// ---- between memory and file ----
+
+// Where element i of the file's orientation lies in memory, counted from the tensor's first element.
+static size_t memory_index(const struct param *p, size_t i) {
+    if (!p->transposed) return i;
+    size_t rows = (size_t)p->rows, cols = (size_t)p->cols;
+    return i % cols * rows + i / cols;
+}
+
+void params_export(float *file, const float *flat, const struct param *p) {
+    for (size_t i = 0; i < param_size(p); i++) file[i] = flat[p->offset + memory_index(p, i)];
+}
+
+void params_import(float *flat, const float *file, const struct param *p) {
+    for (size_t i = 0; i < param_size(p); i++) flat[p->offset + memory_index(p, i)] = file[i];
+}
+
+// ---- first values ----
+
+static uint64_t mix(uint64_t z) { // the finalizer of splitmix64
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+static uint64_t hash_name(const char *name) { // FNV-1a
+    uint64_t hash = 0xcbf29ce484222325ull;
+    for (; *name; name++) hash = (hash ^ (unsigned char)*name) * 0x100000001b3ull;
+    return hash;
+}
+
+// Number i of the stream that key names: normal with mean 0 and standard deviation 1 (Box-Muller).
+static double normal_at(uint64_t key, uint64_t i) {
+    const uint64_t golden = 0x9e3779b97f4a7c15ull; // steps of splitmix64, so that any position can be reached at once
+    double u = (double)((mix(key + (2 * i + 1) * golden) >> 11) + 1) * 0x1p-53; // (0, 1]
+    double v = (double)(mix(key + (2 * i + 2) * golden) >> 11) * 0x1p-53;       // [0, 1)
+    return sqrt(-2.0 * log(u)) * cos(6.283185307179586 * v);
+}
+
+void params_init(float *flat, const struct params *p, double std, uint64_t seed) {
+    memset(flat, 0, p->size * sizeof *flat); // the padding
+    for (int t = 0; t < p->count; t++) {
+        const struct param *tensor = &p->list[t];
+        float *memory = flat + tensor->offset;
+        bool norm = tensor->cols == 0;
+        uint64_t key = mix(hash_name(tensor->name) + mix(seed));
+#pragma omp parallel for
+        for (size_t i = 0; i < param_size(tensor); i++)
+            memory[memory_index(tensor, i)] = norm ? 1.0f : (float)(std * normal_at(key, i));
+    }
+}

@@ -1,0 +1,67 @@
+#include "model/run_folder.h"
+
+#include <cjson/cJSON.h>
+#include <dirent.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "kernels/fail.h"
+#include "model/checkpoint.h"
+
+static void make_folder(const char *path) {
+    char partial[OPTION_TEXT];
+    snprintf(partial, sizeof partial, "%s", path);
+    for (char *slash = partial + 1;; slash++) {
+        if (*slash != '/' && *slash != 0) continue;
+        char kept = *slash;
+        *slash = 0;
+        if (mkdir(partial, 0777) != 0 && errno != EEXIST)
+            fail_user("--out", "cannot make the folder %s: %s", partial, strerror(errno));
+        *slash = kept;
+        if (!kept) break;
+    }
+    struct stat status;
+    if (stat(path, &status) != 0 || !S_ISDIR(status.st_mode))
+        fail_user("--out", "found that %s is not a folder; name another one", path);
+}
+
+static bool holds_run(const char *folder) {
+    char path[OPTION_TEXT + 32];
+    snprintf(path, sizeof path, "%s/log.jsonl", folder);
+    return access(path, F_OK) == 0 || checkpoint_newest(folder, path, sizeof path, NULL);
+}
+
+static void write_config(const struct options *o) {
+    char path[OPTION_TEXT + 32], temporary[OPTION_TEXT + 40];
+    snprintf(path, sizeof path, "%s/config.json", o->out);
+    snprintf(temporary, sizeof temporary, "%s.tmp", path);
+    cJSON *json = options_to_json(o);
+    char *text = cJSON_Print(json);
+    FILE *file = text ? fopen(temporary, "w") : NULL;
+    bool written = file && fprintf(file, "%s\n", text) > 0 && fflush(file) == 0 && fsync(fileno(file)) == 0;
+    if (file) written = fclose(file) == 0 && written;
+    if (!written || rename(temporary, path) != 0) fail_user("--out", "cannot write %s: %s", path, strerror(errno));
+    free(text);
+    cJSON_Delete(json);
+}
+
+void run_folder_open(const struct options *o, char *from, size_t size) {
+    from[0] = 0;
+    make_folder(o->out);
+    if (holds_run(o->out)) {
+        if (o->overwrite)
+            checkpoint_remove_all(o->out);
+        else if (!o->resume)
+            fail_user("--out",
+                      "found a run in %s; give --resume to go on with it, --overwrite to start again, or "
+                      "another --out",
+                      o->out);
+        else if (!checkpoint_newest(o->out, from, size, stderr))
+            printf("no complete checkpoint in %s: starting at the beginning\n", o->out);
+    }
+    write_config(o);
+}

@@ -1,0 +1,216 @@
+#include "model/trainer.h"
+
+#include <cjson/cJSON.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "kernels/fail.h"
+#include "model/schedule.h"
+
+static double seconds_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static int window_length(const struct options *o) { return o->seq + 1 + o->model.mtp_depth; }
+
+int64_t trainer_sequences_per_step(const struct options *o) {
+    return o->tokens_per_step ? o->tokens_per_step / o->seq : o->batch;
+}
+
+static void initialise_weights(struct trainer *t) {
+    const struct params *p = &t->model.params;
+    float *host = calloc(p->size, sizeof *host);
+    if (!host) fail_internal("weights", "found no host memory for %zu floats", p->size);
+    params_init(host, p, t->options.model.init_std, t->options.seed);
+    device_real_from_float(t->model.weights, host, p->size);
+    device_accum_from_float(t->master, host, p->size);
+    free(host);
+}
+
+void trainer_open(struct trainer *t, const struct options *o, const struct data *data) {
+    *t = (struct trainer){.options = *o, .data = data};
+    model_open(&t->model, &o->model, o->batch, o->seq, true);
+    size_t bytes = sizeof(accum) * t->model.params.size;
+    t->master = device_alloc(bytes);
+    t->m = device_alloc(bytes);
+    t->v = device_alloc(bytes);
+    size_t windows = (size_t)trainer_sequences_per_step(o) * (size_t)window_length(o);
+    size_t eval_windows = (size_t)o->batch * (size_t)window_length(o);
+    t->window = malloc(sizeof *t->window * (windows > eval_windows ? windows : eval_windows));
+    if (!t->window) fail_internal("data", "found no memory for the %zu tokens of one step", windows);
+    initialise_weights(t);
+}
+
+void trainer_close(struct trainer *t) {
+    free(t->window);
+    device_free(t->v);
+    device_free(t->m);
+    device_free(t->master);
+    model_close(&t->model);
+    *t = (struct trainer){0};
+}
+
+static void check_same_run(const struct trainer *t, const char *folder, const struct cJSON *saved) {
+    struct options before = t->options;
+    const char *wrong = options_from_json(&before, saved);
+    if (wrong) fail_user(folder, "found settings that this program does not know: %s", wrong);
+    const char *changed = options_compare(stdout, &before, &t->options);
+    if (changed)
+        fail_user(changed,
+                  "found another value than in %s, wanted the same; give the old value, or start a new run with "
+                  "another --out",
+                  folder);
+}
+
+void trainer_restore(struct trainer *t, const char *folder) {
+    struct checkpoint c = trainer_checkpoint(t);
+    checkpoint_load_state(folder, &c);
+    if (c.options) check_same_run(t, folder, c.options);
+    cJSON_Delete(c.options);
+    t->step = c.step;
+    t->sequences = c.sequences;
+    t->tokens = c.tokens;
+    printf("going on from %s\n", folder);
+}
+
+static void report_losses(struct trainer *t, struct step_report *report, struct losses sums,
+                          const struct step_totals *totals) {
+    const struct config *c = &t->options.model;
+    report->loss = sums.cross_entropy[0] / (double)totals->targets[0];
+    for (int k = 1; k <= c->mtp_depth; k++)
+        report->mtp += sums.cross_entropy[k] / (double)totals->targets[k] / c->mtp_depth;
+    report->balance = c->balance_alpha * sums.balance / (double)totals->sequences;
+}
+
+static void report_loads(const struct trainer *t, struct step_report *report) {
+    for (int block = t->options.model.dense_layers; block < config_blocks(&t->options.model); block++) {
+        struct moe_load load = trainer_load(t, block);
+        if (load.max_over_mean > report->load_max_over_mean) report->load_max_over_mean = load.max_over_mean;
+        report->dead += load.dead;
+    }
+}
+
+void trainer_accumulate(struct trainer *t, struct step_report *report) {
+    const struct options *o = &t->options;
+    const struct config *c = &o->model;
+    int64_t count = trainer_sequences_per_step(o);
+    int length = window_length(o);
+    double start = seconds_now();
+    for (int64_t i = 0; i < count; i++)
+        data_read(t->data, DATA_TRAIN, (uint64_t)(t->sequences + i), t->window + (size_t)i * (size_t)length);
+    report->data_seconds = seconds_now() - start;
+
+    struct step_totals totals = {0};
+    model_add_totals(&totals, c, (struct batch){t->window, (int)count, o->seq});
+    device_zero(t->model.grads, sizeof(accum) * t->model.params.size);
+    device_zero(t->model.counts, sizeof(int64_t) * model_bias_size(c));
+    struct losses sums = {0};
+    for (int64_t first = 0; first < count; first += o->batch) {
+        struct batch batch = {t->window + (size_t)first * (size_t)length, o->batch, o->seq};
+        struct losses part = model_gradient(&t->model, batch, &totals);
+        for (int k = 0; k <= c->mtp_depth; k++) sums.cross_entropy[k] += part.cross_entropy[k];
+        sums.balance += part.balance;
+    }
+    report_losses(t, report, sums, &totals);
+    report_loads(t, report);
+}
+
+// Matrices decay, norms do not; one call per stretch of neighbours that are treated alike.
+static void update_weights(struct trainer *t, struct adamw a, double weight_decay) {
+    const struct params *p = &t->model.params;
+    for (int first = 0, last; first < p->count; first = last) {
+        bool decay = p->list[first].decay;
+        for (last = first + 1; last < p->count && p->list[last].decay == decay;) last++;
+        size_t begin = p->list[first].offset, end = last < p->count ? p->list[last].offset : p->size;
+        a.weight_decay = decay ? weight_decay : 0;
+        adamw_update(t->master + begin, t->m + begin, t->v + begin, t->model.weights + begin, t->model.grads + begin,
+                     end - begin, a);
+    }
+}
+
+void trainer_update(struct trainer *t, struct step_report *report) {
+    const struct options *o = &t->options;
+    const struct config *c = &o->model;
+    report->step = t->step + 1;
+    report->norm = sqrt(device_sum_squares(t->model.grads, t->model.params.size));
+    report->lr = schedule_lr(o, t->step);
+    report->finite = isfinite(report->norm) && isfinite(report->loss);
+    if (!report->finite) return;
+
+    double clip = o->clip > 0 && report->norm > o->clip ? o->clip / report->norm : 1;
+    update_weights(t, (struct adamw){report->lr, o->beta1, o->beta2, o->adam_eps, 0, clip, t->step + 1},
+                   o->weight_decay);
+    for (int block = c->dense_layers; block < config_blocks(c); block++)
+        router_update_bias(model_bias(&t->model, block), model_counts(&t->model, block), c->experts, c->bias_rate);
+    t->step++;
+    t->sequences += trainer_sequences_per_step(o);
+    t->tokens += trainer_sequences_per_step(o) * o->seq;
+}
+
+struct step_report trainer_step(struct trainer *t) {
+    struct step_report report = {0};
+    trainer_accumulate(t, &report);
+    trainer_update(t, &report);
+    return report;
+}
+
+double trainer_evaluate(struct trainer *t, int batches) {
+    const struct options *o = &t->options;
+    size_t length = (size_t)window_length(o);
+    struct step_totals totals = {0};
+    double sum = 0;
+    for (int i = 0; i < batches; i++) {
+        for (int b = 0; b < o->batch; b++)
+            data_read(t->data, DATA_EVAL, (uint64_t)i * (uint64_t)o->batch + (uint64_t)b,
+                      t->window + (size_t)b * length);
+        struct batch batch = {t->window, o->batch, o->seq};
+        model_add_totals(&totals, &o->model, batch);
+        sum += model_evaluate(&t->model, batch).cross_entropy[0];
+    }
+    return sum / (double)totals.targets[0];
+}
+
+struct moe_load trainer_load(const struct trainer *t, int block) {
+    const struct config *c = &t->options.model;
+    size_t E = (size_t)c->experts;
+    int64_t *counts = malloc(sizeof *counts * E);
+    accum *bias = malloc(sizeof *bias * E);
+    if (!counts || !bias) fail_internal("expert load", "found no memory for %zu experts", E);
+    device_copy_out(counts, model_counts(&t->model, block), sizeof *counts * E);
+    device_copy_out(bias, model_bias(&t->model, block), sizeof *bias * E);
+
+    struct moe_load load = {.min_over_mean = INFINITY, .bias_min = INFINITY, .bias_max = -INFINITY};
+    double total = 0;
+    for (size_t e = 0; e < E; e++) total += (double)counts[e];
+    double mean = total > 0 ? total / (double)E : 1;
+    for (size_t e = 0; e < E; e++) {
+        double ratio = (double)counts[e] / mean, share = ratio / (double)E;
+        load.max_over_mean = fmax(load.max_over_mean, ratio);
+        load.min_over_mean = fmin(load.min_over_mean, ratio);
+        if (share > 0) load.entropy -= share * log(share) / log((double)(E > 1 ? E : 2));
+        load.dead += counts[e] == 0;
+        load.bias_min = fmin(load.bias_min, (double)bias[e]);
+        load.bias_max = fmax(load.bias_max, (double)bias[e]);
+    }
+    free(counts);
+    free(bias);
+    return load;
+}
+
+struct checkpoint trainer_checkpoint(struct trainer *t) {
+    return (struct checkpoint){.config = &t->model.config,
+                               .params = &t->model.params,
+                               .weights = t->model.weights,
+                               .master = t->master,
+                               .m = t->m,
+                               .v = t->v,
+                               .bias = t->model.bias,
+                               .step = t->step,
+                               .sequences = t->sequences,
+                               .tokens = t->tokens,
+                               .seed = t->options.seed};
+}

@@ -1,0 +1,72 @@
+// Training state and the optimizer step.
+//
+// A step takes the next tokens_per_step / seq sequences of the training data in their global order, in micro-batches of
+// `batch`. Losses are divided by the counts of the whole step, so the cut into micro-batches does not change the result.
+#ifndef MOK_MODEL_TRAINER_H
+#define MOK_MODEL_TRAINER_H
+
+#include <stdio.h>
+
+#include "data/data.h"
+#include "model/checkpoint.h"
+#include "model/model.h"
+#include "model/options.h"
+
+struct trainer {
+    struct options options;
+    const struct data *data;
+    struct model model;
+    accum *master, *m, *v; // [params.size] FP32 weights and AdamW moments
+    int64_t step;          // optimizer steps taken
+    int64_t sequences;     // sequences taken from the training data: the next global sequence number
+    int64_t tokens;        // tokens trained on
+    int32_t *window;       // [sequences of a step, T + 1 + D] host
+};
+
+// Balance of one MoE block in one step.
+struct moe_load {
+    double max_over_mean, min_over_mean, entropy; // entropy of the load, 1 for perfect balance
+    int dead;                                     // experts without a token
+    double bias_min, bias_max;
+};
+
+struct step_report {
+    int64_t step;              // 1 for the first
+    double loss, mtp, balance; // mean cross-entropy (nats); mean over MTP depths; alpha * sum over blocks
+    double norm;               // of the gradient before clipping
+    bool finite;               // false: the norm is not finite and nothing was updated
+    double lr;
+    double load_max_over_mean; // of the worst MoE block
+    int dead;                  // over all MoE blocks
+    double data_seconds;       // spent waiting for data
+};
+
+// Allocates the state and initialises weights from the seed.
+void trainer_open(struct trainer *t, const struct options *o, const struct data *data);
+void trainer_close(struct trainer *t);
+
+// Goes on from a checkpoint of this run. Settings that differ from the checkpoint's are printed; one that would make it
+// another run (a model size, the data, the seed) ends the program (exit 2).
+void trainer_restore(struct trainer *t, const char *folder);
+
+// Sequences of one optimizer step.
+int64_t trainer_sequences_per_step(const struct options *o);
+
+// One optimizer step: zero gradients, accumulate over micro-batches, clip, update weights and selection bias.
+struct step_report trainer_step(struct trainer *t);
+
+// The two halves of it. accumulate fills gradients and counts; update applies them, or with a gradient norm that is not
+// finite leaves weights, moments, bias and step as they were.
+void trainer_accumulate(struct trainer *t, struct step_report *report);
+void trainer_update(struct trainer *t, struct step_report *report);
+
+// Mean cross-entropy of the main model over batches of the eval split.
+double trainer_evaluate(struct trainer *t, int batches);
+
+// Load of one MoE block from the counts of the last step.
+struct moe_load trainer_load(const struct trainer *t, int block);
+
+// The state as checkpoint.h wants it.
+struct checkpoint trainer_checkpoint(struct trainer *t);
+
+#endif

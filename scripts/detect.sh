@@ -1,0 +1,95 @@
+#!/bin/sh
+# Prints what this machine has for building and running, each line by a test (probe.sh). CC, MARCH, MPI_HOME, CUDA_HOME
+# and NCCL_HOME choose among several installations.
+set -u
+cd "$(dirname "$0")" || exit 1
+. ./probe.sh
+
+found() { printf '  \342\234\223 %-12s %s\n' "$1" "$2"; }
+absent() { printf '  \342\234\227 %-12s %s\n' "$1" "$2"; }
+
+# The widest vector unit that the compiler turns on for this machine.
+vector_unit() {
+    # shellcheck disable=SC2086
+    macros=$($CC -march="${MARCH:-native}" -dM -E -x c /dev/null 2>/dev/null) || return 1
+    case $macros in
+    *__AVX512F__*) echo "AVX-512, 16 floats" ;;
+    *__AVX2__*__FMA__* | *__FMA__*__AVX2__*) echo "AVX2 with FMA, 8 floats" ;;
+    *__AVX__*) echo "AVX, 8 floats, no FMA" ;;
+    *__SSE2__*) echo "SSE2, 4 floats, no FMA" ;;
+    *__ARM_FEATURE_SVE*) echo "SVE" ;;
+    *__ARM_NEON*) echo "NEON, 4 floats" ;;
+    *) echo "none known" ;;
+    esac
+}
+
+# Starts the program that probe_mpi built on two ranks; prints the ranks they say they are, "0/2 1/2" when all is well.
+# MPI libraries like to print warnings as well; these go to a file with the rest.
+two_ranks() {
+    timeout 30 "${mpi_bin}mpirun" -n 2 "$probe_dir/program" </dev/null >"$probe_dir/mpirun" 2>&1
+    grep -x '[0-9]*/[0-9]*' "$probe_dir/mpirun" | sort | paste -sd ' ' -
+}
+
+# The home of the CUDA toolkit: the first place that has bin/nvcc.
+cuda_home() {
+    in_path=$(command -v nvcc)
+    for home in "${CUDA_HOME:-}" "${in_path%/bin/nvcc}" /usr/local/cuda; do
+        [ -x "$home/bin/nvcc" ] && echo "$home" && return
+    done
+    return 1
+}
+
+echo "needed:"
+if probe_compiler; then
+    # shellcheck disable=SC2086
+    found "C compiler" "$($CC --version | head -n 1)"
+else
+    absent "C compiler" "$CC builds no C17 program; 'make setup' installs gcc, CC=... chooses another"
+fi
+if probe_openmp; then
+    found "OpenMP" "a program on 2 threads ran"
+else
+    absent "OpenMP" "$CC -fopenmp builds no program that runs on 2 threads; gcc has it, clang needs libomp-dev"
+fi
+if unit=$(vector_unit); then
+    found "vector unit" "$unit (-march=${MARCH:-native})"
+else
+    absent "vector unit" "$CC does not take -march=${MARCH:-native}"
+fi
+if probe_cjson; then
+    found "cJSON" "$("$probe_dir/program")"
+else
+    absent "cJSON" "no program links with -lcjson; 'make setup' installs libcjson-dev"
+fi
+if probe_cmocka; then
+    found "cmocka" "a program links with -lcmocka"
+else
+    absent "cmocka" "no program links with -lcmocka; 'make setup' installs libcmocka-dev"
+fi
+if ! probe_mpi; then
+    absent "MPI" "${mpi_bin}mpicc and mpirun do not both work; 'make setup' installs MPICH, MPI_HOME=... chooses another"
+elif ranks=$(two_ranks) && [ "$ranks" = "0/2 1/2" ]; then
+    found "MPI" "$(command -v "${mpi_bin}mpicc"); mpirun -n 2 starts ranks 0 and 1 of 2"
+elif [ "$ranks" = "0/1 0/1" ]; then
+    absent "MPI" "mpirun -n 2 starts rank 0 of 1 twice: mpirun is not that of mpicc's library, or this is the MPICH of
+                 Ubuntu 24.04, which has that fault; Open MPI works there (openmpi-bin libopenmpi-dev)"
+else
+    absent "MPI" "mpirun -n 2 started the ranks '$ranks', wanted '0/2 1/2'; it said: $(head -n 3 "$probe_dir/mpirun")"
+fi
+
+echo "for the GPU, later (this tree builds for the CPU only as yet):"
+if home=$(cuda_home); then
+    found "CUDA" "$home/bin/nvcc, $("$home/bin/nvcc" --version | sed -n 's/.*\(release [0-9.]*\).*/\1/p')"
+else
+    absent "CUDA" "no nvcc in CUDA_HOME, PATH or /usr/local/cuda"
+fi
+if probe_nccl "${home:-/usr/local/cuda}" && version=$("$probe_dir/program" 2>/dev/null); then
+    found "NCCL" "$((version / 10000)).$((version / 100 % 100)).$((version % 100))"
+else
+    absent "NCCL" "no program links with -lnccl and starts; NCCL_HOME=... says where it is"
+fi
+if gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sort | uniq -c | sed 's/^ *//') && [ "$gpus" ]; then
+    found "GPU" "$(echo "$gpus" | paste -sd , -)"
+else
+    absent "GPU" "nvidia-smi names none"
+fi

@@ -1,0 +1,631 @@
+// Flags, presets and the rules between sizes: what is taken, what is refused and with which words.
+#include "tests/test.h"
+
+#include <cjson/cJSON.h>
+#include <limits.h>
+#include <stdbool.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "model/config.h"
+#include "model/options.h"
+#include "model/presets.h"
+
+// ---- helpers ----
+
+// Runs f(argument) in a child; returns its exit code (0 if f returns) and what it wrote to stderr.
+static int run_child(void (*f)(void *), void *argument, char *message, size_t size) {
+    int ends[2];
+    assert_int_equal(pipe(ends), 0);
+    fflush(NULL);
+    pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        dup2(ends[1], STDERR_FILENO);
+        close(ends[0]);
+        f(argument);
+        _exit(0);
+    }
+    close(ends[1]);
+    size_t length = 0;
+    ssize_t got;
+    while (length + 1 < size && (got = read(ends[0], message + length, size - 1 - length)) > 0) length += (size_t)got;
+    message[length] = 0;
+    close(ends[0]);
+    int status;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+// Parses "--flag value ..." split at spaces.
+static void parse(struct options *o, const char *line) {
+    char copy[4096], *argv[64] = {"train"}, *rest;
+    int argc = 1;
+    snprintf(copy, sizeof copy, "%s", line);
+    for (char *word = strtok_r(copy, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) argv[argc++] = word;
+    options_parse(o, argc, argv);
+}
+
+static void parse_line(void *line) {
+    struct options o;
+    parse(&o, line);
+}
+
+static void validate(void *c) { config_validate(c); }
+
+// One line, exit code 2, and every one of the words (ended by NULL) in it.
+static void assert_refused(const char *what, int code, const char *message, const char *const *words) {
+    if (code != 2) fail_msg("%s: exit code %d, wanted 2 (%s)", what, code, message);
+    const char *end = strchr(message, '\n');
+    if (!end || end[1] || strncmp(message, "mok: error: ", 12) != 0) fail_msg("%s: not one line: %s", what, message);
+    for (; *words; words++)
+        if (!strstr(message, *words)) fail_msg("%s: no '%s' in: %s", what, *words, message);
+}
+
+// Static, overwritten by the next call.
+static char *help_text(void) {
+    static char text[32768];
+    FILE *file = fmemopen(text, sizeof text, "w");
+    assert_non_null(file);
+    options_print_help(file);
+    assert_int_equal(fclose(file), 0);
+    return text;
+}
+
+static void set_preset(struct options *o, const char *name) { assert_true(options_set_preset(o, name)); }
+
+static const struct config *valid_config(const struct preset *p) {
+    static struct config c;
+    c = p->model;
+    if (!c.vocab) c.vocab = 257;
+    return &c;
+}
+
+// ---- the command line ----
+
+static void refused_command_lines_name_flag_found_and_wanted(void **state) {
+    (void)state;
+    const struct {
+        const char *line, *words[5];
+    } cases[] = {
+        // features.md part 4: llm.c took all of these
+        {"-b 4", {"-b", "--help"}},
+        {"--bacth 4", {"--bacth", "--batch"}},
+        {"--eval_every=4", {"--eval_every", "--eval-every"}},
+        {"--completely-different 4", {"--completely-different", "--help"}},
+        {"--", {"unknown flag --"}},
+        {"--batch", {"--batch: found no value"}},
+        {"--batch --seq 4", {"--batch: found no value"}},
+        {"--batch=", {"--batch: found an empty value"}},
+        {"--batch 12abc", {"--batch: found '12abc'", "from 1 to 2147483647"}},
+        {"--batch -4", {"--batch: found '-4'", "from 1"}},
+        {"--batch 0", {"--batch: found '0'", "from 1"}},
+        {"--batch 1e9", {"--batch: found '1e9'", "whole number"}},
+        {"--batch +4", {"--batch: found '+4'"}},
+        {"--batch 4.0", {"--batch: found '4.0'"}},
+        {"--batch 3000000000", {"--batch: found '3000000000'", "2147483647"}},
+        {"--batch 99999999999999999999", {"--batch: found '99999999999999999999'"}},
+        {"--batch 4 --batch 4", {"--batch: found twice"}},
+        {"--batch 4 --batch=4", {"--batch: found twice"}},
+        {"--resume --resume", {"--resume: found twice"}},
+        {"--resume=true", {"--resume: found value 'true'", "switch"}},
+        {"--resume 1", {"found '1' where a flag"}},
+        {"model.bin", {"found 'model.bin' where a flag"}},
+        {"--lr nan", {"--lr: found 'nan'"}},
+        {"--lr inf", {"--lr: found 'inf'"}},
+        {"--lr 0x10", {"--lr: found '0x10'"}},
+        {"--lr 1e999", {"--lr: found '1e999'"}},
+        {"--lr 1e-999", {"--lr: found '1e-999'"}},
+        {"--lr -1", {"--lr: found '-1'", ">=0"}},
+        {"--lr 1e-3x", {"--lr: found '1e-3x'"}},
+        {"--beta1 1", {"--beta1: found '1'", "0..0.999999"}},
+        {"--adam-eps 0", {"--adam-eps: found '0'", ">0"}},
+        {"--seed -1", {"--seed: found '-1'", "18446744073709551615"}},
+        {"--seed 18446744073709551616", {"--seed: found '18446744073709551616'"}},
+        {"--schedule cos", {"--schedule: found 'cos'", "cosine|linear|wsd|constant"}},
+        {"--schedule cosine|linear", {"--schedule: found"}},
+        {"--normalize-gates yes", {"--normalize-gates: found 'yes'", "true or false"}},
+        {"--preset large", {"--preset: found 'large'", "tiny", "dsv3"}},
+        {"--preset a-name-that-is-longer-than-any-preset", {"--preset: found 'a-name"}},
+        // between flags
+        {"--batch 1000000000 --seq 1000000000", {"--batch: found 1000000000", "--seq 1000000000", "2147483647"}},
+        {"--batch 65536 --seq 32767 --max-positions 32767 --top-k 8",
+         {"--batch: found 65536", "--seq 32767", "--top-k 8"}},
+        {"--seq 4096 --max-positions 2048", {"--seq: found 4096", "--max-positions 2048"}},
+        // nanochat issue 532: a bare assertion
+        {"--batch 4 --seq 256 --tokens-per-step 512",
+         {"--tokens-per-step: found 512", "--batch 4", "--seq 256", "= 1024", "nearest is 1024"}},
+        {"--batch 4 --seq 256 --tokens-per-step 2500", {"found 2500", "= 1024", "nearest is 2048 or 3072"}},
+        {"--steps 1000000000000 --batch 1 --seq 1 --tokens-per-step 1000000000000",
+         {"--steps: found 1000000000000", "2^63"}},
+        {"--steps 10 --warmup 11", {"--warmup: found 11", "--steps 10"}},
+        {"--lr 1e-4 --min-lr 2e-4", {"--min-lr: found 0.0002", "--lr 0.0001"}},
+        {"--schedule wsd --steps 100 --warmup 20 --decay-steps 81",
+         {"--decay-steps: found 81", "--steps 100", "--warmup 20"}},
+        {"--resume --overwrite", {"--resume", "--overwrite"}},
+        {"--generate 10", {"--generate", "--from"}},
+        {"--from runs/tiny", {"--from", "--generate"}},
+        {"--prompt Once", {"--prompt", "--generate"}},
+        {"--temperature 1", {"--temperature", "--generate"}},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char message[1024];
+        const char *words[6] = {0};
+        memcpy(words, cases[i].words, sizeof cases[i].words);
+        int code = run_child(parse_line, (void *)cases[i].line, message, sizeof message);
+        assert_refused(cases[i].line, code, message, words);
+    }
+}
+
+static void text_longer_than_its_room_is_refused(void **state) {
+    (void)state;
+    char line[OPTION_TEXT + 16] = "--data ", message[4096];
+    memset(line + 7, 'x', OPTION_TEXT); // one byte too many
+    int code = run_child(parse_line, line, message, sizeof message);
+    assert_refused("long --data", code, message, (const char *[]){"--data: found 'xxx", "1 to 1023 bytes", NULL});
+    line[7 + OPTION_TEXT - 1] = 0; // as long as can be
+    struct options o;
+    parse(&o, line);
+    assert_int_equal(strlen(o.data), OPTION_TEXT - 1);
+}
+
+static void values_arrive_in_both_spellings_and_any_order(void **state) {
+    (void)state;
+    struct options o;
+    parse(
+        &o,
+        "--batch 4 --seq=64 --preset unit --lr=1e-2 --schedule wsd --seed 18446744073709551615 --normalize-gates=false "
+        "--q-rank 0 --resume --eval-every 0");
+    assert_string_equal(o.preset, "unit");
+    assert_int_equal(o.batch, 4);
+    assert_int_equal(o.seq, 64);
+    assert_true(o.lr == 1e-2);
+    assert_int_equal(o.schedule, SCHEDULE_WSD);
+    assert_true(o.seed == UINT64_MAX);
+    assert_false(o.model.normalize_gates);
+    assert_int_equal(o.model.q_rank, 0);
+    assert_true(o.resume);
+    assert_false(o.overwrite);
+    assert_int_equal(o.eval_every, 0);
+    assert_int_equal(o.model.experts, 8); // unit's own, though --preset came last
+
+    char *argv[] = {"train", "--generate=5", "--from=a=b", "--prompt=--once upon", "--temperature", "0"};
+    options_parse(&o, 6, argv);
+    assert_int_equal(o.generate, 5);
+    assert_string_equal(o.from, "a=b");
+    assert_string_equal(o.prompt, "--once upon");
+    assert_true(o.temperature == 0);
+}
+
+static void no_flags_mean_the_tiny_preset(void **state) {
+    (void)state;
+    struct options o, tiny;
+    parse(&o, "");
+    set_preset(&tiny, "tiny");
+    assert_null(options_compare(stdout, &tiny, &o));
+    assert_string_equal(o.preset, "tiny");
+    assert_string_equal(o.data, "stories");
+    assert_false(options_set_preset(&o, "none"));
+}
+
+static void untyped_warmup_and_min_lr_give_way(void **state) {
+    (void)state;
+    struct options o;
+    parse(&o, "--steps 5");
+    assert_int_equal(o.warmup, 5);
+    parse(&o, "--lr 1e-5");
+    assert_true(o.min_lr == 1e-5);
+    parse(&o, "--steps 20 --warmup 20"); // warmup equal to the whole run is allowed
+    assert_int_equal(o.warmup, 20);
+}
+
+static void decay_of_wsd_is_a_fifth_and_fits_behind_the_warmup(void **state) {
+    (void)state;
+    struct options o;
+    parse(&o, "--schedule wsd --steps 100 --warmup 10");
+    assert_int_equal(options_decay_steps(&o), 20);
+    parse(&o, "--schedule wsd --steps 100 --warmup 10 --decay-steps 90");
+    assert_int_equal(options_decay_steps(&o), 90);
+    parse(&o, "--schedule wsd --steps 100 --warmup 95");
+    assert_int_equal(options_decay_steps(&o), 5);
+    parse(&o, "--schedule wsd --steps 1 --warmup 0");
+    assert_int_equal(options_decay_steps(&o), 1);
+    parse(&o, "--schedule wsd --steps 1 --warmup 1");
+    assert_int_equal(options_decay_steps(&o), 0);
+}
+
+// ---- help ----
+
+static void help_stops_parsing_and_tolerates_other_flags(void **state) {
+    (void)state;
+    const char *lines[] = {"--help", "--batch 4 --help", "--help --nonsense", "--generate 4 --help", "--batch --help"};
+    for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) {
+        struct options o;
+        parse(&o, lines[i]);
+        assert_true(o.help);
+    }
+}
+
+// llm.c's help names two flags that its parser does not know.
+static void every_flag_of_the_help_parses_and_every_flag_is_in_it(void **state) {
+    (void)state;
+    struct options tiny;
+    set_preset(&tiny, "tiny");
+    cJSON *defaults = options_to_json(&tiny);
+    char *help = help_text(), *rest;
+    int count = 0;
+    for (char *line = strtok_r(help, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
+        if (strncmp(line, "  --", 4) != 0) continue;
+        count++;
+        char name[64], text[256], arguments[512], message[1024];
+        assert_int_equal(sscanf(line, "  --%63[a-z0-9-]", name), 1);
+        const cJSON *item = cJSON_GetObjectItemCaseSensitive(defaults, name);
+        if (!item) fail_msg("--%s is in the help, not in the JSON", name);
+
+        bool is_switch = line[4 + strlen(name)] != ' ' || line[5 + strlen(name)] == ' ';
+        bool sampling = strcmp(name, "prompt") == 0 || strcmp(name, "temperature") == 0;
+        if (is_switch)
+            text[0] = 0;
+        else if (cJSON_IsString(item) && !*item->valuestring)
+            snprintf(text, sizeof text, " x");
+        else if (cJSON_IsString(item) || cJSON_IsRaw(item))
+            snprintf(text, sizeof text, " %s", item->valuestring);
+        else
+            snprintf(text, sizeof text, " %s", cJSON_IsTrue(item) ? "true" : "false");
+        snprintf(arguments, sizeof arguments, "--%s%s%s", name, text,
+                 sampling                    ? " --generate 1 --from x"
+                 : strcmp(name, "from") == 0 ? " --generate 1"
+                                             : "");
+        int code = run_child(parse_line, arguments, message, sizeof message);
+        if (code != 0) fail_msg("%s: exit code %d: %s", arguments, code, message);
+    }
+    assert_int_equal(count, cJSON_GetArraySize(defaults));
+    cJSON_Delete(defaults);
+}
+
+static void help_lists_every_preset_and_keeps_to_100_columns(void **state) {
+    (void)state;
+    char *help = help_text(), *rest;
+    char *presets_part = strstr(help, "\nPresets");
+    assert_non_null(presets_part);
+    for (int i = 0; i < preset_count; i++) {
+        char line[64];
+        snprintf(line, sizeof line, "\n  %s ", presets[i].name);
+        if (!strstr(presets_part, line)) fail_msg("preset %s is not in the help", presets[i].name);
+        assert_non_null(strstr(presets_part, presets[i].purpose));
+    }
+    for (char *line = strtok_r(help, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest))
+        if (strlen(line) > 100) fail_msg("%zu columns: %s", strlen(line), line);
+}
+
+// ---- JSON ----
+
+static char *print_options(const struct options *o) {
+    cJSON *json = options_to_json(o);
+    char *text = cJSON_PrintUnformatted(json);
+    assert_non_null(text);
+    cJSON_Delete(json);
+    return text;
+}
+
+static const char *read_options(struct options *o, const char *text) {
+    cJSON *json = cJSON_Parse(text);
+    assert_non_null(json);
+    const char *wrong = options_from_json(o, json);
+    cJSON_Delete(json);
+    return wrong;
+}
+
+static void every_flag_round_trips_through_json_and_changes_nothing_else(void **state) {
+    (void)state;
+    struct options defaults;
+    set_preset(&defaults, "tiny");
+    cJSON *all = options_to_json(&defaults);
+    const cJSON *item;
+    cJSON_ArrayForEach(item, all) {
+        const char *value = "7"; // in range for every number but these
+        if (strncmp(item->string, "beta", 4) == 0) value = "0.7";
+        if (cJSON_IsBool(item)) value = cJSON_IsTrue(item) ? "false" : "true";
+        if (cJSON_IsString(item)) value = "\"x \\\"y\\\" \\u00e9\"";
+        if (strcmp(item->string, "schedule") == 0) value = "\"constant\"";
+        char patch[256];
+        snprintf(patch, sizeof patch, "{\"%s\": %s}", item->string, value);
+
+        struct options changed = defaults, again = defaults;
+        const char *wrong = read_options(&changed, patch);
+        if (wrong) fail_msg("%s: %s", patch, wrong);
+        char *text = print_options(&changed);
+        assert_null(read_options(&again, text));
+        char *text_again = print_options(&again);
+        assert_string_equal(text, text_again);
+
+        cJSON *now = options_to_json(&again);
+        int differ = 0;
+        for (cJSON *a = all->child, *b = now->child; a; a = a->next, b = b->next) {
+            assert_string_equal(a->string, b->string);
+            if (cJSON_Compare(a, b, true)) continue;
+            differ++;
+            assert_string_equal(a->string, item->string);
+        }
+        if (differ != 1) fail_msg("%s changed %d members", patch, differ);
+        cJSON_Delete(now);
+        free(text);
+        free(text_again);
+    }
+    cJSON_Delete(all);
+}
+
+static void numbers_survive_json_to_the_last_bit(void **state) {
+    (void)state;
+    struct options o, again;
+    set_preset(&o, "tiny");
+    set_preset(&again, "tiny");
+    o.lr = 0.1 + 0.2; // needs 17 digits
+    o.adam_eps = 1e-8;
+    o.seed = UINT64_MAX;
+    o.steps = 999999999999;
+    char *text = print_options(&o);
+    assert_null(read_options(&again, text));
+    assert_true(again.lr == o.lr);
+    assert_true(again.adam_eps == o.adam_eps);
+    assert_true(again.seed == o.seed);
+    assert_true(again.steps == o.steps);
+    free(text);
+}
+
+static void wrong_json_is_named_and_changes_nothing(void **state) {
+    (void)state;
+    const struct {
+        const char *text, *words[2];
+    } cases[] = {
+        {"[1]", {"object", ""}},
+        {"{\"batch\": 4, \"bacth\": 4}", {"\"bacth\"", "unknown"}},
+        {"{\"batch\": 4, \"seq\": \"4\"}", {"\"seq\"", "whole number"}},
+        {"{\"batch\": 4, \"seq\": 4.5}", {"\"seq\"", "whole number"}},
+        {"{\"batch\": 4, \"seq\": -4}", {"\"seq\"", "from 1"}},
+        {"{\"batch\": 4, \"seq\": 1e300}", {"\"seq\"", "2147483647"}},
+        {"{\"batch\": 4, \"seq\": null}", {"\"seq\"", "whole number"}},
+        {"{\"batch\": 4, \"lr\": true}", {"\"lr\"", "number"}},
+        {"{\"batch\": 4, \"resume\": \"true\"}", {"\"resume\"", "true or false"}},
+        {"{\"batch\": 4, \"schedule\": \"cos\"}", {"\"schedule\"", "cosine|"}},
+        {"{\"batch\": 4, \"data\": 4}", {"\"data\"", "bytes"}},
+        {"{\"batch\": 4, \"batch\": 5}", {"\"batch\"", "twice"}},
+        {"{\"batch\": 4, \"preset\": \"a name that does not fit into its 32 bytes\"}", {"\"preset\"", "31 bytes"}},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct options o;
+        set_preset(&o, "tiny");
+        const char *wrong = read_options(&o, cases[i].text);
+        if (!wrong) fail_msg("%s was taken", cases[i].text);
+        for (int w = 0; w < 2; w++)
+            if (!strstr(wrong, cases[i].words[w]))
+                fail_msg("%s: no '%s' in: %s", cases[i].text, cases[i].words[w], wrong);
+        assert_int_equal(o.batch, 8);
+    }
+}
+
+static void compare_prints_what_changed_and_names_what_may_not(void **state) {
+    (void)state;
+    struct options before, now;
+    set_preset(&before, "tiny");
+    now = before;
+    now.resume = true;
+    now.steps = 800;
+    now.keep = 9;
+    char text[1024];
+    FILE *file = fmemopen(text, sizeof text, "w");
+    assert_non_null(file);
+    assert_null(options_compare(file, &before, &now));
+    now.lr = 1e-4;
+    now.model.experts = 32;
+    assert_string_equal(options_compare(file, &before, &now), "lr");
+    assert_int_equal(fclose(file), 0);
+    assert_non_null(strstr(text, "--steps: 400 before, 800 now\n"));
+    assert_non_null(strstr(text, "--lr: 0.003 before, 0.0001 now\n"));
+    assert_non_null(strstr(text, "--experts: 16 before, 32 now\n"));
+    assert_null(strstr(text, "--resume"));
+}
+
+// ---- presets and configurations ----
+
+static void every_preset_is_valid_and_parses(void **state) {
+    (void)state;
+    for (int i = 0; i < preset_count; i++) {
+        char message[1024], line[64];
+        int code = run_child(validate, (void *)valid_config(&presets[i]), message, sizeof message);
+        if (code) fail_msg("preset %s: %s", presets[i].name, message);
+        snprintf(line, sizeof line, "--preset %s", presets[i].name);
+        code = run_child(parse_line, line, message, sizeof message);
+        if (code) fail_msg("%s: %s", line, message);
+        struct options o;
+        set_preset(&o, presets[i].name);
+        char *text = print_options(&o);
+        assert_non_null(strstr(text, presets[i].name));
+        free(text);
+    }
+    struct config unknown_vocab = preset_find("tiny")->model;
+    assert_int_equal(unknown_vocab.vocab, 0);
+    config_validate(&unknown_vocab);
+}
+
+static void unit_presets_have_what_the_tests_count_on(void **state) {
+    (void)state;
+    const struct config *unit = &preset_find("unit")->model, *aligned = &preset_find("unit-128")->model;
+    assert_true(unit->q_rank > 0 && unit->dense_layers > 0 && unit->dense_layers < unit->layers && unit->groups > 1 &&
+                unit->top_groups < unit->groups && unit->shared_experts > 0 && unit->mtp_depth > 0 &&
+                unit->normalize_gates && unit->balance_alpha > 0);
+    assert_int_equal(preset_find("unit-12")->model.experts, 12);
+    int widths[] = {aligned->hidden,
+                    aligned->intermediate,
+                    aligned->expert_intermediate,
+                    config_shared_intermediate(aligned),
+                    aligned->q_rank,
+                    aligned->kv_rank,
+                    aligned->vocab,
+                    aligned->heads * config_query_dim(aligned),
+                    aligned->heads * aligned->value_dim,
+                    aligned->heads * (aligned->nope_dim + aligned->value_dim)};
+    for (size_t i = 0; i < sizeof widths / sizeof *widths; i++) assert_int_equal(widths[i] % 128, 0);
+}
+
+static void every_broken_rule_names_both_flags_and_values(void **state) {
+    (void)state;
+    const struct {
+        const char *patch, *words[5]; // patch of the unit preset: 8 experts, groups 4, top_groups 2, top_k 2
+    } cases[] = {
+        {"{\"groups\": 3}", {"--groups: found 3", "--experts 8"}},
+        {"{\"groups\": 8}", {"--groups: found 8", "--experts 8", "at least 2"}},
+        {"{\"top-groups\": 5}", {"--top-groups: found 5", "--groups 4"}},
+        {"{\"top-groups\": 1, \"top-k\": 3}", {"--top-groups: found 1", "--top-k 3", "--groups 4", "--experts 8"}},
+        {"{\"top-k\": 9}", {"--top-k: found 9", "--experts 8"}},
+        {"{\"top-k\": 1}", {"--normalize-gates: found true", "--top-k 1"}},
+        {"{\"rope-dim\": 7}", {"--rope-dim: found 7", "even"}},
+        {"{\"dense-layers\": 4}", {"--dense-layers: found 4", "--layers 3"}},
+        {"{\"intermediate\": 0}", {"--intermediate: found 0", "--dense-layers 1"}},
+        {"{\"experts\": 0}", {"--experts: found 0", "--dense-layers 1", "--layers 3"}},
+        {"{\"dense-layers\": 3, \"experts\": 0}", {"--experts: found 0", "--mtp-depth 1"}},
+        {"{\"expert-intermediate\": 0}", {"--expert-intermediate: found 0", "--dense-layers 1"}},
+        {"{\"top-k\": 0}", {"--top-k: found 0", "--dense-layers 1"}},
+        {"{\"groups\": 0}", {"--groups: found 0", "--dense-layers 1"}},
+        {"{\"top-groups\": 0}", {"--top-groups: found 0", "--dense-layers 1"}},
+        {"{\"hidden\": 2000000000}", {"--hidden: found 2000000000", "1 to 1073741823"}},
+        {"{\"layers\": 100000}", {"--layers: found 100000", "65536"}},
+        {"{\"mtp-depth\": 100000}", {"--mtp-depth: found 100000", "65536"}},
+        {"{\"heads\": 1000000, \"nope-dim\": 10000}", {"--heads: found 1000000", "--nope-dim + --rope-dim = 10008"}},
+        {"{\"heads\": 1000000, \"value-dim\": 10000}", {"--heads: found 1000000", "--nope-dim + --value-dim = 10016"}},
+        {"{\"shared-experts\": 1000000, \"expert-intermediate\": 10000}",
+         {"--shared-experts: found 1000000", "--expert-intermediate = 10000"}},
+        {"{\"experts\": 1000000000}", {"--experts: found 1000000000", "--layers + --mtp-depth = 4"}},
+        {"{\"hidden\": 1000000000, \"layers\": 1000}", {"--hidden: found 1000000000", "--layers 1000"}},
+        {"{\"yarn-factor\": 0.5}", {"--yarn-factor: found 0.5", "at least 1"}},
+        {"{\"yarn-factor\": 2, \"max-positions\": 8193}",
+         {"--max-positions: found 8193", "--yarn-factor 2", "--yarn-original-length 4096"}},
+        {"{\"yarn-factor\": 2, \"yarn-beta-fast\": 1}", {"--yarn-beta-fast: found 1", "--yarn-beta-slow 1"}},
+        {"{\"yarn-factor\": 2, \"yarn-beta-slow\": 0}", {"--yarn-beta-fast: found 32", "--yarn-beta-slow 0"}},
+        {"{\"yarn-factor\": 2, \"rope-theta\": 1}", {"--rope-theta: found 1", "--yarn-factor 2"}},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct options o;
+        set_preset(&o, "unit");
+        const char *wrong = read_options(&o, cases[i].patch);
+        if (wrong) fail_msg("%s: %s", cases[i].patch, wrong);
+        char message[1024];
+        const char *words[6] = {0};
+        memcpy(words, cases[i].words, sizeof cases[i].words);
+        int code = run_child(validate, &o.model, message, sizeof message);
+        assert_refused(cases[i].patch, code, message, words);
+    }
+}
+
+// A configuration may come from a file, past the ranges of the flags.
+static void values_that_no_flag_would_take_are_refused_too(void **state) {
+    (void)state;
+    const struct config unit = preset_find("unit")->model;
+#define BROKEN(flag, member, value)                                                                                    \
+    {                                                                                                                  \
+        flag, ({                                                                                                       \
+            struct config c = unit;                                                                                    \
+            c.member = value;                                                                                          \
+            c;                                                                                                         \
+        })                                                                                                             \
+    }
+    struct {
+        const char *flag;
+        struct config c;
+    } cases[] = {
+        BROKEN("--vocab", vocab, -1),
+        BROKEN("--hidden", hidden, 0),
+        BROKEN("--layers", layers, 0),
+        BROKEN("--dense-layers", dense_layers, -1),
+        BROKEN("--heads", heads, 0),
+        BROKEN("--q-rank", q_rank, -1),
+        BROKEN("--kv-rank", kv_rank, 0),
+        BROKEN("--nope-dim", nope_dim, 0),
+        BROKEN("--rope-dim", rope_dim, 0),
+        BROKEN("--value-dim", value_dim, 0),
+        BROKEN("--shared-experts", shared_experts, -1),
+        BROKEN("--mtp-depth", mtp_depth, -1),
+        BROKEN("--max-positions", max_positions, 0),
+        BROKEN("--groups", groups, -4),
+        BROKEN("--experts", experts, INT_MAX),
+        BROKEN("--route-scale", route_scale, 0),
+        BROKEN("--route-scale", route_scale, (double)NAN),
+        BROKEN("--rms-eps", rms_eps, 0),
+        BROKEN("--rope-theta", rope_theta, -1),
+        BROKEN("--init-std", init_std, (double)INFINITY),
+        BROKEN("--balance-alpha", balance_alpha, (double)NAN),
+        BROKEN("--bias-rate", bias_rate, -1),
+        BROKEN("--mtp-weight", mtp_weight, -1),
+        BROKEN("--yarn-factor", yarn.factor, (double)NAN),
+        BROKEN("--yarn-original-length", yarn, ((struct yarn){40, 0, 32, 1, 1, 1})),
+        BROKEN("--yarn-mscale", yarn, ((struct yarn){40, 4096, 32, 1, (double)NAN, 1})),
+        BROKEN("--yarn-mscale", yarn, ((struct yarn){40, 4096, 32, 1, 1, -1})),
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char message[1024], place[64];
+        snprintf(place, sizeof place, "error: %s: found", cases[i].flag);
+        int code = run_child(validate, &cases[i].c, message, sizeof message);
+        assert_refused(cases[i].flag, code, message, (const char *[]){place, NULL});
+    }
+}
+
+static void corner_configurations_are_valid(void **state) {
+    (void)state;
+    const char *patches[] = {
+        "{\"dense-layers\": 3, \"mtp-depth\": 0, \"experts\": 0, \"top-k\": 0, \"groups\": 0, \"top-groups\": 0, "
+        "\"expert-intermediate\": 0}",                // all layers dense
+        "{\"dense-layers\": 0, \"intermediate\": 0}", // none
+        "{\"experts\": 1, \"top-k\": 1, \"groups\": 1, \"top-groups\": 1, \"normalize-gates\": false}", // one expert
+        "{\"groups\": 1, \"top-groups\": 1, \"top-k\": 8}",                                             // K = E
+        "{\"top-k\": 4}", // K = all of top_groups
+        "{\"shared-experts\": 0, \"q-rank\": 0}",
+        "{\"yarn-factor\": 40, \"max-positions\": 163840}", // DeepSeek-V3 as released
+    };
+    for (size_t i = 0; i < sizeof patches / sizeof *patches; i++) {
+        struct options o;
+        set_preset(&o, "unit");
+        assert_null(read_options(&o, patches[i]));
+        char message[1024];
+        int code = run_child(validate, &o.model, message, sizeof message);
+        if (code) fail_msg("%s: %s", patches[i], message);
+    }
+}
+
+static void attention_scale_has_yarns_square(void **state) {
+    (void)state;
+    struct config c = preset_find("dsv3")->model; // heads 128 + 64 wide
+    // The published factors have five digits.
+    assert_true(fabs(config_attention_scale(&c) * sqrt(192) - 1) < 1e-12);
+    c.yarn = (struct yarn){40, 4096, 32, 1, 1.0, 1.0};
+    assert_true(fabs(config_attention_scale(&c) * sqrt(192) - 1.8739) < 5e-5);
+    c.yarn.mscale = c.yarn.mscale_all_dim = 0.707; // DeepSeek-V2-Lite
+    assert_true(fabs(config_attention_scale(&c) * sqrt(192) - 1.5896) < 5e-5);
+    c.yarn.mscale_all_dim = 0;
+    assert_true(fabs(config_attention_scale(&c) * sqrt(192) - 1) < 1e-12);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(refused_command_lines_name_flag_found_and_wanted),
+        cmocka_unit_test(text_longer_than_its_room_is_refused),
+        cmocka_unit_test(values_arrive_in_both_spellings_and_any_order),
+        cmocka_unit_test(no_flags_mean_the_tiny_preset),
+        cmocka_unit_test(untyped_warmup_and_min_lr_give_way),
+        cmocka_unit_test(decay_of_wsd_is_a_fifth_and_fits_behind_the_warmup),
+        cmocka_unit_test(help_stops_parsing_and_tolerates_other_flags),
+        cmocka_unit_test(every_flag_of_the_help_parses_and_every_flag_is_in_it),
+        cmocka_unit_test(help_lists_every_preset_and_keeps_to_100_columns),
+        cmocka_unit_test(every_flag_round_trips_through_json_and_changes_nothing_else),
+        cmocka_unit_test(numbers_survive_json_to_the_last_bit),
+        cmocka_unit_test(wrong_json_is_named_and_changes_nothing),
+        cmocka_unit_test(compare_prints_what_changed_and_names_what_may_not),
+        cmocka_unit_test(every_preset_is_valid_and_parses),
+        cmocka_unit_test(unit_presets_have_what_the_tests_count_on),
+        cmocka_unit_test(every_broken_rule_names_both_flags_and_values),
+        cmocka_unit_test(values_that_no_flag_would_take_are_refused_too),
+        cmocka_unit_test(corner_configurations_are_valid),
+        cmocka_unit_test(attention_scale_has_yarns_square),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

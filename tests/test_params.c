@@ -1,0 +1,323 @@
+// The parameter table: names, shapes and places in memory, the way to and from files, first values, published sizes.
+#include "tests/test.h"
+
+#include "model/params.h"
+
+// Every branch: a dense layer, query compression, shared expert, MTP.
+static const struct config unit = {
+    .vocab = 257,
+    .hidden = 24,
+    .layers = 3,
+    .dense_layers = 1,
+    .heads = 4,
+    .q_rank = 20,
+    .kv_rank = 12,
+    .nope_dim = 16,
+    .rope_dim = 8,
+    .value_dim = 10,
+    .intermediate = 40,
+    .expert_intermediate = 9,
+    .experts = 6,
+    .shared_experts = 2,
+    .top_k = 2,
+    .groups = 1,
+    .top_groups = 1,
+    .mtp_depth = 1,
+};
+
+static const struct param *find(const struct params *p, const char *name) {
+    for (int i = 0; i < p->count; i++)
+        if (strcmp(p->list[i].name, name) == 0) return &p->list[i];
+    fail_msg("found no tensor %s", name);
+    return NULL;
+}
+
+static bool exists(const struct params *p, const char *name) {
+    for (int i = 0; i < p->count; i++)
+        if (strcmp(p->list[i].name, name) == 0) return true;
+    return false;
+}
+
+static void assert_tensor(const struct params *p, const char *name, int rows, int cols, enum param_kind kind, int block,
+                          size_t offset) {
+    const struct param *t = find(p, name);
+    if (t->rows != rows || t->cols != cols || t->kind != kind || t->block != block || t->offset != offset)
+        fail_msg("%s: found [%d, %d] kind %d block %d at %zu, wanted [%d, %d] kind %d block %d at %zu", name, t->rows,
+                 t->cols, t->kind, t->block, t->offset, rows, cols, kind, block, offset);
+}
+
+static void names_shapes_and_offsets_follow_the_specification(void **state) {
+    (void)state;
+    struct params p;
+    params_build(&p, &unit);
+    const struct block_offsets *b = p.blocks;
+    const int h = 24, queries = 4 * (16 + 8);
+    assert_tensor(&p, "model.embed_tokens.weight", 257, h, PARAM_EMBEDDING, -1, p.embedding);
+    assert_tensor(&p, "model.norm.weight", h, 0, PARAM_NORM, -1, p.final_norm);
+    assert_tensor(&p, "lm_head.weight", 257, h, PARAM_HEAD, -1, p.head);
+    assert_tensor(&p, "model.layers.0.input_layernorm.weight", h, 0, PARAM_NORM, 0, b[0].input_norm);
+    assert_tensor(&p, "model.layers.0.post_attention_layernorm.weight", h, 0, PARAM_NORM, 0, b[0].post_norm);
+    assert_tensor(&p, "model.layers.1.self_attn.q_a_proj.weight", 20, h, PARAM_ATTENTION, 1, b[1].q_a);
+    assert_tensor(&p, "model.layers.1.self_attn.q_a_layernorm.weight", 20, 0, PARAM_NORM, 1, b[1].q_a_norm);
+    assert_tensor(&p, "model.layers.1.self_attn.q_b_proj.weight", queries, 20, PARAM_ATTENTION, 1, b[1].q_b);
+    assert_tensor(&p, "model.layers.1.self_attn.kv_a_proj_with_mqa.weight", 20, h, PARAM_ATTENTION, 1, b[1].kv_a);
+    assert_tensor(&p, "model.layers.1.self_attn.kv_a_layernorm.weight", 12, 0, PARAM_NORM, 1, b[1].kv_a_norm);
+    assert_tensor(&p, "model.layers.1.self_attn.kv_b_proj.weight", 4 * 26, 12, PARAM_ATTENTION, 1, b[1].kv_b);
+    assert_tensor(&p, "model.layers.1.self_attn.o_proj.weight", h, 40, PARAM_ATTENTION, 1, b[1].o);
+    assert_tensor(&p, "model.layers.0.mlp.gate_proj.weight", 40, h, PARAM_DENSE_FFN, 0, b[0].w13);
+    assert_tensor(&p, "model.layers.0.mlp.down_proj.weight", h, 40, PARAM_DENSE_FFN, 0, b[0].w2);
+    assert_tensor(&p, "model.layers.2.mlp.gate.weight", 6, h, PARAM_ROUTER, 2, b[2].router);
+    assert_tensor(&p, "model.layers.2.mlp.shared_experts.gate_proj.weight", 18, h, PARAM_SHARED_EXPERT, 2,
+                  b[2].shared_w13);
+    assert_tensor(&p, "model.layers.2.mlp.shared_experts.down_proj.weight", h, 18, PARAM_SHARED_EXPERT, 2,
+                  b[2].shared_w2);
+    // The MTP module is block 3 = layers + k - 1.
+    assert_tensor(&p, "model.layers.3.enorm.weight", h, 0, PARAM_MTP, 3, b[3].enorm);
+    assert_tensor(&p, "model.layers.3.hnorm.weight", h, 0, PARAM_MTP, 3, b[3].hnorm);
+    assert_tensor(&p, "model.layers.3.eh_proj.weight", h, 2 * h, PARAM_MTP, 3, b[3].eh_proj);
+    assert_tensor(&p, "model.layers.3.shared_head.norm.weight", h, 0, PARAM_MTP, 3, b[3].head_norm);
+    assert_tensor(&p, "model.layers.3.mlp.gate.weight", 6, h, PARAM_ROUTER, 3, b[3].router);
+    // 3 outside blocks; 8 of norms and attention + 1 by q_b; FFN 3; MoE 1 + 3 + 6 * 3; MTP 4.
+    assert_int_equal(p.count, 3 + 4 * 9 + 3 + 3 * 22 + 4);
+    assert_false(exists(&p, "model.layers.3.embed_tokens.weight"));
+    assert_false(exists(&p, "model.layers.3.shared_head.head.weight"));
+    params_free(&p);
+}
+
+static void experts_lie_one_behind_the_other_for_the_grouped_product(void **state) {
+    (void)state;
+    struct params p;
+    char name[96];
+    params_build(&p, &unit);
+    const size_t matrix = 9 * 24;
+    for (int block = 1; block < 4; block++)
+        for (int e = 0; e < 6; e++) {
+            size_t w13 = p.blocks[block].expert_w13, w2 = p.blocks[block].expert_w2;
+            snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%d.gate_proj.weight", block, e);
+            assert_tensor(&p, name, 9, 24, PARAM_EXPERT, block, w13 + 2 * (size_t)e * matrix);
+            snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%d.up_proj.weight", block, e);
+            assert_tensor(&p, name, 9, 24, PARAM_EXPERT, block, w13 + (2 * (size_t)e + 1) * matrix);
+            snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%d.down_proj.weight", block, e);
+            assert_tensor(&p, name, 24, 9, PARAM_EXPERT, block, w2 + (size_t)e * matrix);
+            assert_true(w13 >= p.dense_size && w2 >= p.dense_size);
+        }
+    // The same for the FFNs that every token takes.
+    assert_int_equal(find(&p, "model.layers.0.mlp.up_proj.weight")->offset, p.blocks[0].w13 + 40 * 24);
+    assert_int_equal(find(&p, "model.layers.1.mlp.shared_experts.up_proj.weight")->offset,
+                     p.blocks[1].shared_w13 + 18 * 24);
+    params_free(&p);
+}
+
+static void memory_order_has_no_overlap_and_aligned_pieces(void **state) {
+    (void)state;
+    struct params p;
+    params_build(&p, &unit);
+    size_t end = 0;
+    for (int i = 0; i < p.count; i++) {
+        const struct param *t = &p.list[i];
+        assert_true(t->offset >= end && t->offset - end < 64);
+        assert_true((t->kind == PARAM_EXPERT) == (t->offset >= p.dense_size));
+        assert_true(t->decay == (t->cols > 0));
+        assert_true(t->transposed == (strstr(t->name, "down_proj") != NULL));
+        // Inside a row of gate and up matrices, or of down matrices, nothing is aligned; everything else is.
+        bool inside = strstr(t->name, "up_proj") || strstr(t->name, ".experts.");
+        if (!inside) assert_int_equal(t->offset % 64, 0);
+        end = t->offset + param_size(t);
+    }
+    assert_true(p.size >= end && p.size - end < 64 && p.size % 64 == 0 && p.dense_size % 64 == 0);
+    for (int block = 1; block < 4; block++) {
+        assert_int_equal(p.blocks[block].expert_w13 % 64, 0);
+        assert_int_equal(p.blocks[block].expert_w2 % 64, 0);
+    }
+    params_free(&p);
+}
+
+static void tensors_that_a_block_lacks_are_marked(void **state) {
+    (void)state;
+    struct params p;
+    struct config c = unit;
+    c.q_rank = 0;
+    c.shared_experts = 0;
+    c.mtp_depth = 0;
+    params_build(&p, &c);
+    assert_tensor(&p, "model.layers.0.self_attn.q_proj.weight", 96, 24, PARAM_ATTENTION, 0, p.blocks[0].q);
+    assert_true(p.blocks[0].q_a == SIZE_MAX && p.blocks[0].q_a_norm == SIZE_MAX && p.blocks[0].q_b == SIZE_MAX);
+    assert_true(p.blocks[0].router == SIZE_MAX && p.blocks[0].expert_w13 == SIZE_MAX);
+    assert_true(p.blocks[1].w13 == SIZE_MAX && p.blocks[1].shared_w13 == SIZE_MAX);
+    assert_true(p.blocks[2].enorm == SIZE_MAX && p.blocks[2].eh_proj == SIZE_MAX);
+    assert_false(exists(&p, "model.layers.0.self_attn.q_a_proj.weight"));
+    assert_false(exists(&p, "model.layers.1.mlp.shared_experts.gate_proj.weight"));
+    assert_false(exists(&p, "model.layers.3.enorm.weight"));
+    params_free(&p);
+}
+
+static void export_and_import_turn_down_projections_and_come_back(void **state) {
+    (void)state;
+    struct params p;
+    params_build(&p, &unit);
+    float *flat = calloc(p.size, sizeof *flat), *back = calloc(p.size, sizeof *back);
+    float *file = calloc(257 * 24, sizeof *file);
+    for (int i = 0; i < p.count; i++)
+        for (size_t j = 0; j < param_size(&p.list[i]); j++) flat[p.list[i].offset + j] = (float)(p.list[i].offset + j);
+    for (int i = 0; i < p.count; i++) {
+        params_export(file, flat, &p.list[i]);
+        params_import(back, file, &p.list[i]);
+    }
+    assert_memory_equal(flat, back, p.size * sizeof *flat);
+
+    const struct param *down = find(&p, "model.layers.2.mlp.experts.4.down_proj.weight"); // [24, 9], memory [9, 24]
+    params_export(file, flat, down);
+    for (int r = 0; r < 24; r++)
+        for (int c = 0; c < 9; c++) assert_true(file[r * 9 + c] == flat[down->offset + (size_t)(c * 24 + r)]);
+    const struct param *eh = find(&p, "model.layers.3.eh_proj.weight");
+    params_export(file, flat, eh);
+    assert_memory_equal(file, flat + eh->offset, param_size(eh) * sizeof *file);
+    free(flat);
+    free(back);
+    free(file);
+    params_free(&p);
+}
+
+// What one tensor holds at first, in file orientation.
+static void first_values(float *file, const struct config *c, const char *name, uint64_t seed) {
+    struct params p;
+    params_build(&p, c);
+    float *flat = malloc(p.size * sizeof *flat);
+    params_init(flat, &p, 0.02, seed);
+    params_export(file, flat, find(&p, name));
+    free(flat);
+    params_free(&p);
+}
+
+static void init_depends_on_name_and_seed_only(void **state) {
+    (void)state;
+    struct config other = unit; // the same tensors at other offsets, among others
+    other.q_rank = 0;
+    other.shared_experts = 0;
+    other.experts = 8;
+    other.vocab = 300;
+    const char *names[] = {"model.layers.2.mlp.experts.4.down_proj.weight", "model.layers.1.self_attn.o_proj.weight"};
+    float a[24 * 40], b[24 * 40];
+    for (int i = 0; i < 2; i++) {
+        size_t bytes = (i ? 24 * 40 : 24 * 9) * sizeof(float);
+        first_values(a, &unit, names[i], 7);
+        first_values(b, &other, names[i], 7);
+        assert_memory_equal(a, b, bytes);
+        first_values(b, &unit, names[i], 8);
+        assert_memory_not_equal(a, b, bytes);
+    }
+    first_values(a, &unit, names[0], 7);
+    first_values(b, &unit, "model.layers.2.mlp.experts.5.down_proj.weight", 7);
+    assert_memory_not_equal(a, b, 24 * 9 * sizeof(float));
+}
+
+static void init_is_normal_for_matrices_and_one_for_norms(void **state) {
+    (void)state;
+    struct config c = unit;
+    c.hidden = 128;
+    struct params p;
+    params_build(&p, &c);
+    float *flat = malloc(p.size * sizeof *flat);
+    memset(flat, 0xff, p.size * sizeof *flat); // NaN: padding must be overwritten too
+    params_init(flat, &p, 0.02, 1);
+    double sum = 0, squares = 0, fourth = 0, neighbours = 0, n = 0, everything = 0, in_tensors = 0;
+    for (int i = 0; i < p.count; i++) {
+        const float *x = flat + p.list[i].offset;
+        for (size_t j = 0; j < param_size(&p.list[i]); j++) {
+            in_tensors += x[j];
+            if (!p.list[i].cols) {
+                assert_true(x[j] == 1.0f);
+                continue;
+            }
+            double z = x[j] / 0.02;
+            sum += z;
+            squares += z * z;
+            fourth += z * z * z * z;
+            if (j) neighbours += z * (x[j - 1] / 0.02);
+            n++;
+        }
+    }
+    for (size_t i = 0; i < p.size; i++) everything += flat[i];
+    assert_true(everything == in_tensors); // padding is zero: the same sum in the same order
+    // Five standard errors of each moment of n normal numbers: 1, sqrt(2), sqrt(96), 1 over sqrt(n).
+    double five = 5 / sqrt(n);
+    assert_true(n > 1e5);
+    assert_true(fabs(sum / n) < five);
+    assert_true(fabs(squares / n - 1) < five * sqrt(2));
+    assert_true(fabs(fourth / n - 3) < five * sqrt(96));
+    assert_true(fabs(neighbours / n) < five);
+    free(flat);
+    params_free(&p);
+}
+
+static const struct config dsv3 = {
+    .vocab = 129280,
+    .hidden = 7168,
+    .layers = 61,
+    .dense_layers = 3,
+    .heads = 128,
+    .q_rank = 1536,
+    .kv_rank = 512,
+    .nope_dim = 128,
+    .rope_dim = 64,
+    .value_dim = 128,
+    .intermediate = 18432,
+    .expert_intermediate = 2048,
+    .experts = 256,
+    .shared_experts = 1,
+    .top_k = 8,
+    .groups = 8,
+    .top_groups = 4,
+    .mtp_depth = 1,
+};
+static const struct config moonlight = {
+    .vocab = 163840,
+    .hidden = 2048,
+    .layers = 27,
+    .dense_layers = 1,
+    .heads = 16,
+    .q_rank = 0,
+    .kv_rank = 512,
+    .nope_dim = 128,
+    .rope_dim = 64,
+    .value_dim = 128,
+    .intermediate = 11264,
+    .expert_intermediate = 1408,
+    .experts = 64,
+    .shared_experts = 2,
+    .top_k = 6,
+    .groups = 1,
+    .top_groups = 1,
+};
+
+static void published_models_have_their_published_sizes(void **state) {
+    (void)state;
+    struct params p;
+    size_t mtp = 0;
+    params_build(&p, &dsv3);
+    for (int i = 0; i < p.count; i++)
+        if (p.list[i].block == 61) mtp += param_size(&p.list[i]);
+    // Half of the last published digit.
+    assert_true(fabs((double)(params_total(&p) - mtp) / 1e9 - 671.03) < 0.005);
+    assert_true(fabs((double)mtp / 1e9 - 11.61) < 0.005);
+    assert_true(p.size - params_total(&p) < 64 * (size_t)p.count);
+    assert_true(p.count > 45000);
+    params_free(&p);
+    params_build(&p, &moonlight);
+    assert_true(fabs((double)params_total(&p) / 1e9 - 15.96) < 0.005);
+    params_free(&p);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(names_shapes_and_offsets_follow_the_specification),
+        cmocka_unit_test(experts_lie_one_behind_the_other_for_the_grouped_product),
+        cmocka_unit_test(memory_order_has_no_overlap_and_aligned_pieces),
+        cmocka_unit_test(tensors_that_a_block_lacks_are_marked),
+        cmocka_unit_test(export_and_import_turn_down_projections_and_come_back),
+        cmocka_unit_test(init_depends_on_name_and_seed_only),
+        cmocka_unit_test(init_is_normal_for_matrices_and_one_for_norms),
+        cmocka_unit_test(published_models_have_their_published_sizes),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

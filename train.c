@@ -1,0 +1,176 @@
+// The program: flags -> build -> loop -> log -> save.
+#include <cjson/cJSON.h>
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include "data/data.h"
+#include "data/tokenizer.h"
+#include "kernels/fail.h"
+#include "kernels/kernels.h"
+#include "model/checkpoint.h"
+#include "model/generate.h"
+#include "model/log.h"
+#include "model/options.h"
+#include "model/plan.h"
+#include "model/run_folder.h"
+#include "model/trainer.h"
+
+static volatile sig_atomic_t stop_requested;
+static void request_stop(int signal_number) { stop_requested = signal_number; }
+
+// After this step: always at the last one, and every `every` steps; 0 means never.
+static bool is_due(int64_t every, int64_t step, const struct options *o) {
+    return every > 0 && (step % every == 0 || step == o->steps);
+}
+
+// This build is one process. A launcher that starts several would have them all write the same files.
+static void refuse_several_ranks(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        const char *value = getenv(names[i]);
+        if (value && atol(value) > 1)
+            fail_user("launcher", "found %s=%s, wanted one process; start ./train without mpirun", names[i], value);
+    }
+}
+
+static void print_sample(struct model *m, const struct options *o, const char *when) {
+    int32_t *tokens = malloc(sizeof *tokens * ((size_t)o->sample_tokens + 1));
+    char *text = malloc((size_t)o->sample_tokens + 1);
+    if (!tokens || !text) fail_internal("sampling", "found no memory for %d tokens", o->sample_tokens);
+    tokens[0] = TOKENIZER_END_OF_TEXT;
+    int count = generate_tokens(m, tokens, 1, o->sample_tokens, o->temperature, o->seed, -1);
+    size_t bytes = tokenizer_decode(text, (size_t)o->sample_tokens, tokens + 1, (size_t)count);
+    for (size_t i = 0; i < bytes; i++) // noise may hold anything; terminals should not see it
+        if (text[i] != '\n' && (text[i] < 32 || text[i] > 126)) text[i] = '.';
+    printf("--- sample %s ---\n%.*s\n---\n", when, (int)bytes, text);
+    fflush(stdout);
+    free(text);
+    free(tokens);
+}
+
+static void save(struct trainer *t) {
+    struct checkpoint c = trainer_checkpoint(t);
+    c.options = options_to_json(&t->options);
+    checkpoint_save(&c, t->options.out, t->options.keep);
+    cJSON_Delete(c.options);
+    printf("saved %s/step-%08lld\n", t->options.out, (long long)t->step);
+    fflush(stdout);
+}
+
+static _Noreturn void stop_not_finite(const struct trainer *t, const struct step_report *r) {
+    fail_internal("gradient",
+                  "step %lld has loss %g and gradient norm %g, wanted finite numbers; the step was not "
+                  "applied and nothing was saved: lower --lr, or --resume from an older checkpoint in %s",
+                  (long long)r->step, r->loss, r->norm, t->options.out);
+}
+
+static void train_loop(struct trainer *t, struct run_log *log) {
+    const struct options *o = &t->options;
+    if (o->sample_tokens && t->step == 0) print_sample(&t->model, o, "before training");
+    while (t->step < o->steps && !stop_requested) {
+        double start = log_now();
+        struct step_report report = trainer_step(t);
+        if (!report.finite) stop_not_finite(t, &report);
+        log_step(log, t, &report, log_now() - start);
+        if (o->log_moe_every && t->step % o->log_moe_every == 0) log_moe(log, t);
+        if (is_due(o->eval_every, t->step, o)) log_eval(log, t, trainer_evaluate(t, o->eval_batches));
+        if (is_due(o->save_every, t->step, o)) save(t);
+        if (o->sample_every && t->step % o->sample_every == 0 && t->step < o->steps)
+            print_sample(&t->model, o, "in between");
+    }
+    if (stop_requested) {
+        printf("stopped by signal %d after step %lld\n", (int)stop_requested, (long long)t->step);
+        if (o->save_every && t->step % o->save_every != 0) save(t);
+    } else if (o->sample_tokens) {
+        print_sample(&t->model, o, "after training");
+    }
+}
+
+static void train(struct options *o, const struct data *data) {
+    struct trainer t;
+    struct run_log log;
+    char from[OPTION_TEXT + 32] = "";
+    run_folder_open(o, from, sizeof from);
+    trainer_open(&t, o, data);
+    if (from[0]) trainer_restore(&t, from);
+    log_open(&log, &t, o->out);
+    signal(SIGINT, request_stop);
+    signal(SIGTERM, request_stop);
+    train_loop(&t, &log);
+    log_close(&log);
+    trainer_close(&t);
+}
+
+// --generate: sample from a checkpoint and print prompt and continuation.
+static void generate(const struct options *o) {
+    struct config c = o->model;
+    char error[512];
+    if (!checkpoint_read_config(o->from, &c, error, sizeof error)) fail_user("--from", "%s", error);
+    if (c.vocab < TOKENIZER_BYTE_VOCAB)
+        fail_user("--from", "found a vocabulary of %d, wanted at least %d (bytes and end of text)", c.vocab,
+                  TOKENIZER_BYTE_VOCAB);
+    c.mtp_depth = 0;
+    struct model m;
+    model_open(&m, &c, 1, o->seq, false);
+    struct checkpoint checkpoint = {.config = &c, .params = &m.params, .weights = m.weights, .bias = m.bias};
+    checkpoint_load_weights(o->from, &checkpoint);
+
+    size_t prompt = strlen(o->prompt), length = prompt + 1 + (size_t)o->generate;
+    int32_t *tokens = malloc(sizeof *tokens * length);
+    char *text = malloc(length);
+    if (!tokens || !text) fail_internal("--generate", "found no memory for %zu tokens", length);
+    tokens[0] = TOKENIZER_END_OF_TEXT; // a text begins where the last one ended
+    tokenizer_encode(tokens + 1, o->prompt, prompt);
+    int count =
+        generate_tokens(&m, tokens, (int)prompt + 1, (int)o->generate, o->temperature, o->seed, TOKENIZER_END_OF_TEXT);
+    size_t bytes = tokenizer_decode(text, length, tokens + 1, prompt + (size_t)count);
+    if (fwrite(text, 1, bytes, stdout) != bytes || (bytes && text[bytes - 1] != '\n' && putchar('\n') == EOF) ||
+        fflush(stdout) != 0)
+        fail_internal("standard output", "cannot write: %s", strerror(errno));
+    free(text);
+    free(tokens);
+    model_close(&m);
+}
+
+// The vocabulary follows the data unless it was given; given, it must hold every id.
+static void settle_vocabulary(struct options *o, const struct data *data) {
+    int found = data_vocab(data);
+    if (o->model.vocab == 0) o->model.vocab = found;
+    if (o->model.vocab < found)
+        fail_user("--vocab", "found %d, wanted at least %d, the token ids of --data %s", o->model.vocab, found,
+                  o->data);
+}
+
+int main(int argc, char **argv) {
+    struct options o;
+    options_parse(&o, argc, argv);
+    if (o.help) {
+        options_print_help(stdout);
+        return 0;
+    }
+    if (o.device) {
+        puts(device_name());
+        return 0;
+    }
+    refuse_several_ranks();
+    if (o.generate) {
+        generate(&o);
+        return 0;
+    }
+    struct data *data = data_open(o.data, o.eval_data, o.seed, o.seq, 1 + o.model.mtp_depth);
+    settle_vocabulary(&o, data);
+    config_validate(&o.model);
+    printf("%s, on %s\n", o.preset, device_name());
+    log_print_options(stdout, &o);
+    plan_print(stdout, &o.model, o.batch, o.seq, o.tokens_per_step);
+    if (!o.plan) {
+        data_describe(data, stdout);
+        train(&o, data);
+    }
+    data_close(data);
+    return 0;
+}
