@@ -1,6 +1,8 @@
 # mok.c: bare `make` lists the targets.
 
-CC     ?= gcc
+ifeq ($(origin CC),default)
+CC = gcc
+endif
 PYTHON ?= python3
 # The machine this is built on; MARCH=x86-64-v3 or similar builds for others.
 MARCH  ?= native
@@ -37,10 +39,10 @@ help:
 	@echo "  make clean      remove what was built"
 
 setup:
-	@sh scripts/setup.sh
+	@CC="$(CC)" sh scripts/setup.sh
 
 detect:
-	@CC="$(CC)" sh scripts/detect.sh
+	@CC="$(CC)" MARCH="$(MARCH)" sh scripts/detect.sh
 
 train: $(CPU)/train
 	@cp -f $(CPU)/train train
@@ -82,7 +84,8 @@ $(DOUBLE)/tests/%: $(DOUBLE)/tests/%.o $(DOUBLE)/libmok.a
 TEST_PROGRAMS = $(foreach t,$(TESTS),$(if $(filter $(t),$(DOUBLE_TESTS)),$(DOUBLE),$(CPU))/tests/$(t))
 
 test: $(CPU)/train $(TEST_PROGRAMS)
-	@sh tests/run.sh $(TEST_PROGRAMS)
+	@COMPILE="$(CC) $(CFLAGS) -DMOK_DOUBLE" LIBS="-lcmocka $(LDLIBS)" DOUBLE=$(DOUBLE) \
+	    sh tests/run.sh $(TEST_PROGRAMS) tests/test_mistakes.sh
 
 bench-cpu: $(CPU)/tests/bench_cpu
 	@$(CPU)/tests/bench_cpu
