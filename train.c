@@ -194,6 +194,7 @@ static void run(struct options *o) {
 
 int main(int argc, char **argv) {
     struct options o;
+    device_start(argv);
     hold_closed_streams();
     options_parse(&o, argc, argv);
     if (o.help) {
