@@ -1,5 +1,5 @@
-// For tests of the whole program: runs build/cpu/train, keeps what it prints, and reads the files that it leaves.
-// The tests start in the root of the repository, and each has an empty folder of its own under /tmp.
+// For tests of the whole program: runs build/cpu/train (or what MOK_TRAIN names, another build of it), keeps what it
+// prints, and reads the files that it leaves. The tests start in the root of the repository, and each has an empty folder of its own under /tmp.
 #ifndef MOK_TESTS_PROGRAM_H
 #define MOK_TESTS_PROGRAM_H
 
@@ -111,6 +111,11 @@ static inline bool same_tree(const char *a, const char *b) {
 static char *out, *err;  // what the last run printed, with a final zero
 static size_t out_bytes; // of out, which may hold zeros
 
+static inline const char *program(void) {
+    const char *path = getenv("MOK_TRAIN");
+    return path ? path : "build/cpu/train";
+}
+
 static inline void redirect(int descriptor, const char *path) {
     int file = open(path, O_WRONLY | O_CREAT | O_TRUNC, 0666);
     if (file < 0 || dup2(file, descriptor) < 0) _exit(126);
@@ -128,7 +133,7 @@ static inline pid_t start_program(const char *const *arguments) {
     else
         close(STDOUT_FILENO);
     alarm(60); // a run that hangs ends as killed by SIGALRM
-    execv(arguments[0], (char *const *)arguments);
+    execv(program(), (char *const *)arguments);
     _exit(127);
 }
 
@@ -144,7 +149,7 @@ static inline int finish_program(pid_t pid) {
     return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
-#define start(...) start_program((const char *const[]){"build/cpu/train", __VA_ARGS__, NULL})
+#define start(...) start_program((const char *const[]){"train", __VA_ARGS__, NULL})
 #define run(...)   finish_program(start(__VA_ARGS__))
 
 static inline void assert_code(int found, int wanted) {
