@@ -1,5 +1,6 @@
 // For tests of the whole program: runs build/cpu/train (or what MOK_TRAIN names, another build of it), keeps what it
-// prints, and reads the files that it leaves. The tests start in the root of the repository, and each has an empty folder of its own under /tmp.
+// prints, and reads the files that it leaves. The tests start in the root of the repository, and each has an empty
+// folder of its own under /tmp.
 #ifndef MOK_TESTS_PROGRAM_H
 #define MOK_TESTS_PROGRAM_H
 
