@@ -8,7 +8,8 @@
 //   - Every element of a matrix product is one chain of multiply-adds in ascending k; a sum inside one row (norm,
 //     softmax) has a fixed order too. The bits of an output depend on its own inputs only, never on the number of
 //     threads, the number of other rows, or where a block begins.
-//   - Sizes of zero are allowed and do nothing.
+//     (For finite inputs: a masked term is a product with zero, so a NaN may reach rows that should not see it.)
+//   - Sizes of zero are allowed; a sum over nothing is zero.
 //   - Products of sizes are size_t; a single size is an int.
 //   - Equations are numbered as in the DeepSeek-V3 paper (arXiv 2412.19437) where the comment says "V3 eq.".
 #ifndef MOK_KERNELS_H
@@ -68,7 +69,7 @@ void embedding_backward(accum *dtable, const real *dx, const int32_t *ids, int N
 void rmsnorm_forward(real *y, int y_stride, accum *rstd, const real *x, int x_stride, const real *w, int N, int C,
                      double eps);
 // dx (= or, with add, +=) r (t - xhat mean(t xhat)) with t = w dy, xhat = x r;   dw += sum over rows of dy xhat.
-// dx [N, dx_stride]   dw [C]   dy [N, dy_stride]   x [N, x_stride]
+// dx [N, dx_stride]   dw [C]   dy [N, dy_stride]   x [N, x_stride]   dx may be dy itself.
 void rmsnorm_backward(real *dx, int dx_stride, bool add, accum *dw, const real *dy, int dy_stride, const real *x,
                       int x_stride, const real *w, const accum *rstd, int N, int C);
 

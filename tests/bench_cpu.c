@@ -102,8 +102,8 @@ static void bench_experts(const char *preset, const struct config *c, int tokens
 }
 
 static void bench_attention(const char *preset, const struct config *c, int batch, int seq) {
-    struct attention_shape s = {batch,       seq,          c->heads, c->nope_dim,
-                                c->rope_dim, c->value_dim, config_attention_scale(c)};
+    struct attention_shape s = {
+        batch, seq, c->heads, c->nope_dim, c->rope_dim, c->value_dim, config_attention_scale(c)};
     size_t N = (size_t)batch * seq, n = (size_t)c->heads, dq = (size_t)config_query_dim(c), dv = (size_t)c->value_dim;
     size_t dkv = (size_t)c->nope_dim + dv;
     real *q = random_reals(N * n * dq), *kv = random_reals(N * n * dkv), *kr = random_reals(N * (size_t)c->rope_dim);
@@ -134,21 +134,23 @@ static void bench_rows(const char *preset, const struct config *c, int tokens) {
     snprintf(shape, sizeof shape, "rows %d, H %d", tokens, H);
     TIME(seconds, rmsnorm_forward(y, H, rstd, x, H, w, tokens, H, 1e-6));
     print_bytes(preset, "rmsnorm", shape, 2.0 * (double)n * sizeof(real), seconds);
-    TIME(seconds, rmsnorm_backward(y, H, true, rstd, gradient, H, x, H, w, rstd, tokens, 0));
+    accum *dw = device_alloc(sizeof(accum) * (size_t)H);
+    TIME(seconds, rmsnorm_backward(y, H, true, dw, gradient, H, x, H, w, rstd, tokens, H));
+    print_bytes(preset, "rmsnorm backward", shape, 4.0 * (double)n * sizeof(real), seconds);
     struct adamw a = {1e-3, 0.9, 0.95, 1e-8, 0.1, 1, 10};
     snprintf(shape, sizeof shape, "%zu elements", n);
     TIME(seconds, adamw_update(x, m, v, y, gradient, n, a));
     print_bytes(preset, "adamw", shape, 8.0 * (double)n * sizeof(real), seconds);
-    real *all[] = {x, y, w, m, v, gradient, rstd};
+    real *all[] = {x, y, w, m, v, gradient, rstd, dw};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) device_free(all[i]);
 }
 
 int main(void) {
-    static const char *const presets[] = {"tiny", "small"};
+    static const char *const names[] = {"tiny", "small"};
     printf("%s, peak %.1f GFLOP/s (multiply-adds in registers)\n", device_name(), device_peak_flops() / 1e9);
-    for (size_t p = 0; p < sizeof presets / sizeof *presets; p++) {
-        const struct preset *preset = preset_find(presets[p]);
-        const struct config *c = &preset->config;
+    for (size_t p = 0; p < sizeof names / sizeof *names; p++) {
+        const struct preset *preset = preset_find(names[p]);
+        const struct config *c = &preset->model;
         int tokens = 2048, n = c->heads, H = c->hidden;
         bench_linear(preset->name, "query", tokens, n * config_query_dim(c), c->q_rank ? c->q_rank : H);
         bench_linear(preset->name, "kv a", tokens, c->kv_rank + c->rope_dim, H);

@@ -7,7 +7,7 @@
 
 // Central differences with step h on a loss L of about 10 err by roughly h^2 L''' (1e-10 and below here) plus rounding
 // 1e-16 L / h = 1e-10, against sampled gradients of norm 1e-3 and above: 1e-6 leaves a factor of ten. A wrong term in
-// the backward pass is off by 1e-3 at least (`make check-mistakes` measures it).
+// the backward pass is off by 1e-3 at least (tests/test_mistakes.sh builds such terms in).
 enum { SAMPLES = 6, LENGTH = 8, SEQUENCES = 3 };
 static const double STEP = 1e-5, TOLERANCE = 1e-6;
 

@@ -10,19 +10,53 @@
 
 enum { QUERY_BLOCK = 64 };
 
-// One head of one sequence, as views into the big arrays.
+// One head of one sequence. Keys and values are also kept transposed, because packing a transpose anew for every block of
+// queries would cost as much as the product.
 struct head {
-    struct view q, key, value; // [T, dq]  [T, dq] packed  [T, dv]
-    size_t q_row, kv_row, o_row;
+    struct view q;                         // [T, dq]
+    struct view keys, keys_transposed;     // [T, dq], [dq, T]
+    struct view values, values_transposed; // [T, dv], [dv, T]; the transpose for the backward pass only
+    size_t q_row, kv_row, o_row;           // elements from one token to the next
 };
+
+// Scratch of one thread.
+struct head_scratch {
+    real *keys, *keys_transposed; // [T, dq], [dq, T]
+    real *values_transposed;      // [dv, T], backward
+    real *d_keys, *d_values;      // [T, dq], [T, dv], backward
+    real *p, *ds;                 // [QUERY_BLOCK, T]; ds backward
+};
+
+static struct head_scratch head_scratch_alloc(struct attention_shape s, bool backward) {
+    size_t T = (size_t)s.length, dq = (size_t)s.nope_dim + s.rope_dim, dv = (size_t)s.value_dim;
+    struct head_scratch w = {.keys = scratch_alloc(sizeof(real) * T * dq),
+                             .keys_transposed = scratch_alloc(sizeof(real) * T * dq),
+                             .p = scratch_alloc(sizeof(real) * QUERY_BLOCK * T)};
+    if (!backward) return w;
+    w.values_transposed = scratch_alloc(sizeof(real) * T * dv);
+    w.d_keys = scratch_alloc(sizeof(real) * T * dq);
+    w.d_values = scratch_alloc(sizeof(real) * T * dv);
+    w.ds = scratch_alloc(sizeof(real) * QUERY_BLOCK * T);
+    return w;
+}
+
+static void head_scratch_free(struct head_scratch w) {
+    scratch_free(w.keys);
+    scratch_free(w.keys_transposed);
+    scratch_free(w.values_transposed);
+    scratch_free(w.d_keys);
+    scratch_free(w.d_values);
+    scratch_free(w.p);
+    scratch_free(w.ds);
+}
 
 static struct view view_rows(const real *data, size_t row) { return (struct view){data, row, 1}; }
 static struct view view_transposed(struct view v) { return (struct view){v.data, v.col, v.row}; }
 static struct view view_from_row(struct view v, int i) { return (struct view){v.data + i * v.row, v.row, v.col}; }
 
 // Keys of one head side by side: nope part from kv, rope part from kr.
-static void pack_keys(real *keys, const real *kv, size_t kv_row, const real *kr, size_t kr_row,
-                      struct attention_shape s) {
+static void gather_keys(real *keys, const real *kv, size_t kv_row, const real *kr, size_t kr_row,
+                        struct attention_shape s) {
     size_t dq = (size_t)s.nope_dim + s.rope_dim;
     for (int t = 0; t < s.length; t++) {
         memcpy(keys + t * dq, kv + t * kv_row, sizeof(real) * (size_t)s.nope_dim);
@@ -30,16 +64,25 @@ static void pack_keys(real *keys, const real *kv, size_t kv_row, const real *kr,
     }
 }
 
-static struct head head_open(real *keys, const real *q, const real *kv, const real *kr, int kr_stride, int b, int h,
-                             struct attention_shape s) {
+// out [cols, rows] = transpose of v [rows, cols]
+static struct view transpose(real *out, struct view v, int rows, int cols) {
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < cols; j++) out[(size_t)j * rows + i] = v.data[i * v.row + j];
+    return view_rows(out, (size_t)rows);
+}
+
+static struct head head_open(struct head_scratch w, const real *q, const real *kv, const real *kr, int kr_stride, int b,
+                             int h, struct attention_shape s) {
     size_t dq = (size_t)s.nope_dim + s.rope_dim, dkv = (size_t)s.nope_dim + s.value_dim;
     struct head a = {.q_row = s.heads * dq, .kv_row = s.heads * dkv, .o_row = (size_t)s.heads * s.value_dim};
     size_t first = (size_t)b * s.length;
     const real *head_kv = kv + first * a.kv_row + h * dkv;
-    pack_keys(keys, head_kv, a.kv_row, kr + first * (size_t)kr_stride, (size_t)kr_stride, s);
+    gather_keys(w.keys, head_kv, a.kv_row, kr + first * (size_t)kr_stride, (size_t)kr_stride, s);
     a.q = view_rows(q + first * a.q_row + h * dq, a.q_row);
-    a.key = view_rows(keys, dq);
-    a.value = view_rows(head_kv + s.nope_dim, a.kv_row);
+    a.keys = view_rows(w.keys, dq);
+    a.keys_transposed = transpose(w.keys_transposed, a.keys, s.length, (int)dq);
+    a.values = view_rows(head_kv + s.nope_dim, a.kv_row);
+    if (w.values_transposed) a.values_transposed = transpose(w.values_transposed, a.values, s.length, s.value_dim);
     return a;
 }
 
@@ -66,39 +109,30 @@ static void probabilities_again(real *row, int last, int width, accum scale, acc
 
 void attention_forward(real *o, accum *lse, const real *q, const real *kv, const real *kr, int kr_stride,
                        struct attention_shape s) {
-    size_t T = (size_t)s.length, dq = (size_t)s.nope_dim + s.rope_dim;
+    size_t T = (size_t)s.length;
+    int dq = s.nope_dim + s.rope_dim;
 #pragma omp parallel
     {
-        real *keys = scratch_alloc(sizeof(real) * T * dq);
-        real *scores = scratch_alloc(sizeof(real) * QUERY_BLOCK * T);
+        struct head_scratch w = head_scratch_alloc(s, false);
 #pragma omp for collapse(2) schedule(dynamic)
         for (int b = 0; b < s.batch; b++)
             for (int h = 0; h < s.heads; h++) {
-                struct head a = head_open(keys, q, kv, kr, kr_stride, b, h, s);
+                struct head a = head_open(w, q, kv, kr, kr_stride, b, h, s);
                 accum *head_lse = lse + ((size_t)b * s.heads + h) * T;
                 real *head_o = o + b * T * a.o_row + (size_t)h * s.value_dim;
                 for (int i0 = 0; i0 < s.length; i0 += QUERY_BLOCK) {
                     int i1 = i0 + QUERY_BLOCK < s.length ? i0 + QUERY_BLOCK : s.length, rows = i1 - i0;
-                    multiply(scores, T, false, view_from_row(a.q, i0), view_transposed(a.key), rows, i1, (int)dq);
-                    for (int i = i0; i < i1; i++)
-                        head_lse[i] = softmax_row(scores + (i - i0) * T, i, i1, (accum)s.scale);
-                    multiply(head_o + i0 * a.o_row, a.o_row, false, view_rows(scores, T), a.value, rows, s.value_dim,
-                             i1);
+                    multiply(w.p, T, false, view_from_row(a.q, i0), a.keys_transposed, rows, i1, dq);
+                    for (int i = i0; i < i1; i++) head_lse[i] = softmax_row(w.p + (i - i0) * T, i, i1, (accum)s.scale);
+                    multiply(head_o + i0 * a.o_row, a.o_row, false, view_rows(w.p, T), a.values, rows, s.value_dim, i1);
                 }
             }
-        scratch_free(keys);
-        scratch_free(scores);
+        head_scratch_free(w);
     }
 }
 
-// Scratch of one thread in the backward pass.
-struct backward_scratch {
-    real *keys, *d_keys, *d_values; // [T, dq] [T, dq] [T, dv]
-    real *p, *ds;                   // [QUERY_BLOCK, T]
-};
-
 // Gradients of one head: dq in place, d_keys and d_values in scratch.
-static void backward_head(real *head_dq, struct backward_scratch w, const struct head *a, const real *head_do,
+static void head_backward(real *head_dq, struct head_scratch w, const struct head *a, const real *head_do,
                           const real *head_o, const accum *lse, struct attention_shape s) {
     size_t T = (size_t)s.length;
     int dq = s.nope_dim + s.rope_dim, dv = s.value_dim;
@@ -108,8 +142,8 @@ static void backward_head(real *head_dq, struct backward_scratch w, const struct
         int i1 = i0 + QUERY_BLOCK < s.length ? i0 + QUERY_BLOCK : s.length, rows = i1 - i0;
         struct view q = view_from_row(a->q, i0), d_o = view_rows(head_do + i0 * a->o_row, a->o_row);
         struct view p = view_rows(w.p, T), ds = view_rows(w.ds, T);
-        multiply(w.p, T, false, q, view_transposed(a->key), rows, i1, dq);
-        multiply(w.ds, T, false, d_o, view_transposed(a->value), rows, i1, dv);
+        multiply(w.p, T, false, q, a->keys_transposed, rows, i1, dq);
+        multiply(w.ds, T, false, d_o, a->values_transposed, rows, i1, dv);
         for (int i = i0; i < i1; i++) {
             real *pi = w.p + (i - i0) * T, *dsi = w.ds + (i - i0) * T;
             probabilities_again(pi, i, i1, (accum)s.scale, lse[i]);
@@ -119,42 +153,34 @@ static void backward_head(real *head_dq, struct backward_scratch w, const struct
         }
         multiply(w.d_values, (size_t)dv, true, view_transposed(p), d_o, i1, dv, rows);
         multiply(w.d_keys, (size_t)dq, true, view_transposed(ds), q, i1, dq, rows);
-        multiply(head_dq + i0 * a->q_row, a->q_row, false, ds, a->key, rows, dq, i1);
+        multiply(head_dq + i0 * a->q_row, a->q_row, false, ds, a->keys, rows, dq, i1);
     }
 }
 
 void attention_backward(real *dq, real *dkv, real *dkr, int dkr_stride, const real *d_o, const real *q, const real *kv,
                         const real *kr, int kr_stride, const real *o, const accum *lse, struct attention_shape s) {
     size_t T = (size_t)s.length, width = (size_t)s.nope_dim + s.rope_dim, dr = (size_t)s.rope_dim;
+    size_t dkv_width = (size_t)s.nope_dim + s.value_dim;
     real *dkr_of_head = scratch_alloc(sizeof(real) * s.batch * T * s.heads * dr); // [B, T, n, dr]
 #pragma omp parallel
     {
-        struct backward_scratch w = {.keys = scratch_alloc(sizeof(real) * T * width),
-                                     .d_keys = scratch_alloc(sizeof(real) * T * width),
-                                     .d_values = scratch_alloc(sizeof(real) * T * (size_t)s.value_dim),
-                                     .p = scratch_alloc(sizeof(real) * QUERY_BLOCK * T),
-                                     .ds = scratch_alloc(sizeof(real) * QUERY_BLOCK * T)};
+        struct head_scratch w = head_scratch_alloc(s, true);
 #pragma omp for collapse(2) schedule(dynamic)
         for (int b = 0; b < s.batch; b++)
             for (int h = 0; h < s.heads; h++) {
-                struct head a = head_open(w.keys, q, kv, kr, kr_stride, b, h, s);
+                struct head a = head_open(w, q, kv, kr, kr_stride, b, h, s);
                 size_t out = b * T * a.o_row + (size_t)h * s.value_dim;
-                backward_head(dq + b * T * a.q_row + h * width, w, &a, d_o + out, o + out,
+                head_backward(dq + b * T * a.q_row + h * width, w, &a, d_o + out, o + out,
                               lse + ((size_t)b * s.heads + h) * T, s);
-                size_t dkv_head = (size_t)s.nope_dim + s.value_dim;
                 for (size_t t = 0; t < T; t++) {
-                    real *row = dkv + (b * T + t) * a.kv_row + h * dkv_head;
+                    real *row = dkv + (b * T + t) * a.kv_row + h * dkv_width;
                     memcpy(row, w.d_keys + t * width, sizeof(real) * (size_t)s.nope_dim);
                     memcpy(row + s.nope_dim, w.d_values + t * s.value_dim, sizeof(real) * (size_t)s.value_dim);
                     memcpy(dkr_of_head + ((b * T + t) * s.heads + h) * dr, w.d_keys + t * width + s.nope_dim,
                            sizeof(real) * dr);
                 }
             }
-        scratch_free(w.keys);
-        scratch_free(w.d_keys);
-        scratch_free(w.d_values);
-        scratch_free(w.p);
-        scratch_free(w.ds);
+        head_scratch_free(w);
     }
 #pragma omp parallel for
     for (size_t i = 0; i < s.batch * T; i++)

@@ -14,6 +14,7 @@ void swiglu_forward(real *hidden, const real *gate_up, const accum *gates, const
             continue;
         }
         real weight = gates ? gates[slot_of_row[r]] : 1;
+#pragma omp simd
         for (int i = 0; i < I; i++) out[i] = weight * (g[i] * row_sigmoid(g[i]) * u[i]);
     }
 }
@@ -30,6 +31,7 @@ void swiglu_backward(real *d_gate_up, real *hidden, accum *d_gates, const real *
             continue;
         }
         real weight = gates ? gates[slot_of_row[r]] : 1;
+#pragma omp simd
         for (int i = 0; i < I; i++) {
             real sigma = row_sigmoid(g[i]), silu = g[i] * sigma;
             real d_activation = weight * d[i];
