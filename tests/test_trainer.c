@@ -146,6 +146,30 @@ static void cut_into_micro_batches_changes_nothing(void **state) {
     for (int i = 0; i < CUTS; i++) close_run(&runs[i]);
 }
 
+static void every_step_takes_the_next_sequences_of_the_data(void **state) {
+    (void)state;
+    struct options o = unit();
+    o.batch = 2;
+    o.tokens_per_step = 6 * o.seq;
+    assert_int_equal(trainer_sequences_per_step(&o), 6);
+    struct run r;
+    open_run(&r, &o);
+    size_t length = (size_t)(o.seq + 1 + o.model.mtp_depth);
+    int32_t *tokens = malloc(sizeof *tokens * length);
+    assert_non_null(tokens);
+    for (uint64_t step = 0; step < 3; step++) {
+        run_steps(&r.t, 1);
+        for (uint64_t i = 0; i < 6; i++) {
+            data_read(r.data, DATA_TRAIN, 6 * step + i, tokens);
+            assert_memory_equal(r.t.window + i * length, tokens, sizeof *tokens * length);
+        }
+    }
+    assert_int_equal(r.t.sequences, 18);
+    assert_int_equal(r.t.tokens, 18 * o.seq);
+    free(tokens);
+    close_run(&r);
+}
+
 // ---- gradients that are not finite ----
 
 // The guard looks at the norm, before anything is changed (mlx-lm issue 1658: the loss was finite, the norm NaN, and one
@@ -183,6 +207,22 @@ static void step_with_a_gradient_that_is_not_finite_changes_nothing(void **state
     check_guard(INFINITY, true);
     check_guard(-INFINITY, false);
     check_guard(NAN, false);
+}
+
+static void step_with_a_loss_that_is_not_finite_changes_nothing(void **state) {
+    (void)state;
+    struct options o = unit();
+    struct run r;
+    open_run(&r, &o);
+    struct snapshot before = take_snapshot(&r.t);
+    struct step_report report = {0};
+    trainer_accumulate(&r.t, &report);
+    report.loss = INFINITY;
+    trainer_update(&r.t, &report);
+    assert_false(report.finite);
+    assert_state_is(&r.t, &before);
+    free_snapshot(&before);
+    close_run(&r);
 }
 
 // Finite numbers whose squares overflow FP32: the norm is taken in double and clipping brings them back.
@@ -313,6 +353,33 @@ static void decay_shrinks_matrices_and_nothing_else(void **state) {
     close_run(&r);
 }
 
+// Loshchilov and Hutter's algorithm 2 in double, for one weight of a matrix over several steps.
+static void weights_follow_adamw_with_its_bias_correction(void **state) {
+    (void)state;
+    const double grads[] = {0.5, -0.25, 1, 0.125, 0.5};
+    struct options o = unit();
+    o.clip = 0;
+    struct run r;
+    open_run(&r, &o);
+    size_t index = r.t.model.params.blocks[1].o + 3;
+    double weight = (double)r.t.master[index], m = 0, v = 0;
+    for (int i = 0; i < 5; i++) {
+        struct step_report report = {0};
+        fill_gradients(&r.t.model, (accum)grads[i]);
+        trainer_update(&r.t, &report);
+        m = o.beta1 * m + (1 - o.beta1) * grads[i];
+        v = o.beta2 * v + (1 - o.beta2) * grads[i] * grads[i];
+        double m_hat = m / (1 - pow(o.beta1, i + 1)), v_hat = v / (1 - pow(o.beta2, i + 1));
+        double lr = schedule_lr(&o, i);
+        weight -= lr * (m_hat / (sqrt(v_hat) + o.adam_eps) + o.weight_decay * weight);
+        // Five steps of some ten FP32 roundings each.
+        assert_true(fabs((double)r.t.m[index] - m) <= 1e-6 * fabs(m));
+        assert_true(fabs((double)r.t.v[index] - v) <= 1e-6 * v);
+        assert_true(fabs((double)r.t.master[index] - weight) <= 1e-6 * fabs(weight));
+    }
+    close_run(&r);
+}
+
 static void assert_padding_is_zero(const struct params *p, const accum *array) {
     size_t end = 0;
     for (int i = 0; i <= p->count; i++) {
@@ -417,6 +484,26 @@ static void evaluation_leaves_counts_and_training_alone(void **state) {
     free(counts);
     free_snapshot(&before);
     close_run(&undisturbed);
+    close_run(&r);
+}
+
+static void evaluation_is_the_mean_over_the_first_sequences_of_the_eval_split(void **state) {
+    (void)state;
+    enum { BATCHES = 3 };
+    struct options o = unit();
+    struct run r;
+    open_run(&r, &o);
+    size_t length = (size_t)(o.seq + 1 + o.model.mtp_depth);
+    int32_t *tokens = malloc(sizeof *tokens * length);
+    assert_non_null(tokens);
+    double sum = 0;
+    for (int i = 0; i < BATCHES * o.batch; i++) {
+        data_read(r.data, DATA_EVAL, (uint64_t)i, tokens);
+        sum += model_evaluate(&r.t.model, (struct batch){tokens, 1, o.seq}).cross_entropy[0] / o.seq;
+    }
+    // The same losses of tokens, whose sums in double group differently.
+    assert_true(fabs(trainer_evaluate(&r.t, BATCHES) * BATCHES * o.batch / sum - 1) <= 1e-12);
+    free(tokens);
     close_run(&r);
 }
 
@@ -742,16 +829,20 @@ static void batches_at_the_edges_train(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(cut_into_micro_batches_changes_nothing),
+        cmocka_unit_test(every_step_takes_the_next_sequences_of_the_data),
         cmocka_unit_test(step_with_a_gradient_that_is_not_finite_changes_nothing),
+        cmocka_unit_test(step_with_a_loss_that_is_not_finite_changes_nothing),
         cmocka_unit_test(huge_but_finite_gradient_is_clipped),
         cmocka_unit_test(weight_that_is_nan_from_the_start_stops_every_step),
         cmocka_unit_test(norm_is_that_of_all_gradients_exactly),
         cmocka_unit_test(norm_is_logged_before_clipping_and_clipping_scales_every_gradient),
         cmocka_unit_test(decay_shrinks_matrices_and_nothing_else),
+        cmocka_unit_test(weights_follow_adamw_with_its_bias_correction),
         cmocka_unit_test(padding_between_tensors_stays_zero),
         cmocka_unit_test(rate_of_a_step_is_that_of_the_schedule),
         cmocka_unit_test(counts_cover_the_whole_step_and_move_the_bias_by_its_rate),
         cmocka_unit_test(evaluation_leaves_counts_and_training_alone),
+        cmocka_unit_test(evaluation_is_the_mean_over_the_first_sequences_of_the_eval_split),
         cmocka_unit_test(load_is_that_of_known_counts),
         cmocka_unit_test(idle_experts_only_decay_whatever_was_in_memory),
         cmocka_unit_test(runs_are_byte_equal_for_any_number_of_threads),
