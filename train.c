@@ -147,6 +147,7 @@ static void settle_vocabulary(struct options *o, const struct data *data) {
 
 int main(int argc, char **argv) {
     struct options o;
+    device_start(argv);
     options_parse(&o, argc, argv);
     if (o.help) {
         options_print_help(stdout);
