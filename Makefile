@@ -24,14 +24,14 @@ CPU    = build/cpu
 DOUBLE = build/double
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train run test test-full bench-cpu detect format clean
+.PHONY: help setup train run test test-full test-sanitized bench-cpu detect format clean
 
 help:
 	@echo "mok.c targets:"
 	@echo "  make run        install what is missing, build, train the tiny preset on built-in stories, sample from it"
 	@echo "  make test       build and run the tests (no GPU needed)"
 	@echo "  make train      build ./train"
-	@echo "  make test-full  make test, then sanitizers and the deliberate-mistake check of the gradients"
+	@echo "  make test-full  the tests again under the address and undefined-behaviour sanitizers"
 	@echo "  make bench-cpu  GFLOP/s of every CPU operation beside the peak of the cores"
 	@echo "  make detect     say which compiler and libraries were found"
 	@echo "  make setup      install what is missing"
@@ -86,6 +86,15 @@ TEST_PROGRAMS = $(foreach t,$(TESTS),$(if $(filter $(t),$(DOUBLE_TESTS)),$(DOUBL
 test: $(CPU)/train $(TEST_PROGRAMS)
 	@COMPILE="$(CC) $(CFLAGS) -DMOK_DOUBLE" LIBS="-lcmocka $(LDLIBS)" DOUBLE=$(DOUBLE) \
 	    sh tests/run.sh $(TEST_PROGRAMS) tests/test_mistakes.sh
+
+# The same programs once more, built with the address and undefined-behaviour sanitizers. What they do not free at the
+# end of the process is not looked for.
+SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+test-full:
+	@$(MAKE) --no-print-directory CPU=build/sanitize DOUBLE=build/sanitize-double OPT=-O2 \
+	    EXTRA_CFLAGS="$(SANITIZE)" test-sanitized
+test-sanitized: $(CPU)/train $(TEST_PROGRAMS)
+	@MOK_TRAIN=$(CPU)/train ASAN_OPTIONS=detect_leaks=0 sh tests/run.sh $(TEST_PROGRAMS)
 
 bench-cpu: $(CPU)/tests/bench_cpu
 	@$(CPU)/tests/bench_cpu
