@@ -107,11 +107,12 @@ static void run_steps(struct trainer *t, int steps) {
 
 // ---- accumulation ----
 
-// Every tensor on its own: 1e-5 is a hundred roundings, and each is a sum of at most 8 x 16 tokens.
+// Every tensor on its own. The same terms in another order where two places share a weight: measured 3e-7, and 3e-6 leaves
+// a factor of ten.
 static void assert_gradients_close(const struct model *found, const struct model *wanted) {
     for (int i = 0; i < wanted->params.count; i++) {
         const struct param *p = &wanted->params.list[i];
-        test_assert_close(p->name, found->grads + p->offset, wanted->grads + p->offset, param_size(p), 1e-5);
+        test_assert_close(p->name, found->grads + p->offset, wanted->grads + p->offset, param_size(p), 3e-6);
     }
 }
 
