@@ -1,5 +1,5 @@
-// One micro-batch through the model, in FP32: what the losses are divided by, what may depend on what, experts without
-// tokens, the balance loss, the MTP modules. (The gradients' values are checked by tests/test_gradients.c.)
+// One micro-batch through the model, in FP32: what the losses are divided by, what may depend on what, experts
+// without tokens, the balance loss, the MTP modules. (The gradients' values are checked by tests/test_gradients.c.)
 #include "tests/test.h"
 
 #include "model/model.h"
@@ -63,8 +63,8 @@ static int expert_of(const struct param *p) {
     return at ? atoi(at + strlen("mlp.experts.")) : -1;
 }
 
-// Every tensor on its own. Both sides are sums of the same FP32 terms in another order, or scaled before instead of after:
-// measured 1.2e-6 at worst, where terms cancel. 1e-5 leaves a factor of eight; a term too many or missing is 1e-2.
+// Every tensor on its own. Both sides are sums of the same FP32 terms in another order, or scaled before instead of
+// after: measured 1.2e-6 at worst, where terms cancel. 1e-5 leaves a factor of eight.
 static void assert_gradients_close(const struct model *m, const accum *found, const accum *wanted) {
     for (int i = 0; i < m->params.count; i++) {
         const struct param *p = &m->params.list[i];
@@ -250,8 +250,8 @@ static void poison_activations(struct model *m) {
     memset(angles + angle_bytes, 0xff, m->acts.bytes - before - angle_bytes);
 }
 
-// Public bugs: weight gradients of experts without tokens kept whatever was in memory (MSLK pull 158, grouped_gemm issue
-// 36, transformers pull 48205).
+// Public bugs: weight gradients of experts without tokens kept whatever was in memory (MSLK pull 158, grouped_gemm
+// issue 36, transformers pull 48205).
 static void check_idle_experts(const struct config *c, float push, int at_least_idle) {
     enum { T = 8 };
     struct model m;
@@ -319,8 +319,8 @@ static void balance_of_equal_scores_is_one_per_sequence_and_block(void **state) 
     model_close(&m);
 }
 
-// Its gradient once reached no router at all (Automodel issue 1408). Sequences of one token whose target is masked have
-// no other loss. Factors that are powers of two change no bit but the exponent.
+// Its gradient once reached no router at all (Automodel issue 1408). Sequences of one token whose target is masked
+// have no other loss. Factors that are powers of two change no bit but the exponent.
 static void balance_gradient_is_alpha_over_sequences_and_reaches_every_router(void **state) {
     (void)state;
     enum { B = 16 };
@@ -427,8 +427,8 @@ static void mtp_gradient_is_proportional_to_its_weight(void **state) {
     model_close(&m);
 }
 
-// A loader that has no token beyond the last main target masks it. Position T - 1 then drops out of depth 1, which must
-// be that of a sequence one shorter, divided by one target fewer (Megatron issue 1532, DeepSeek-V3 issue 839).
+// A loader that has no token beyond the last main target masks it. Position T - 1 then drops out of depth 1, which
+// must be that of a sequence one shorter, divided by one target fewer (Megatron issue 1532, DeepSeek-V3 issue 839).
 static void mtp_with_a_masked_tail_is_that_of_a_shorter_sequence(void **state) {
     (void)state;
     struct config c = unit();

@@ -1,5 +1,5 @@
-// The optimizer step and what surrounds it: accumulation, the guard, clipping, AdamW, the selection bias, repeatability,
-// resume, and configurations at the edges.
+// The optimizer step and what surrounds it: accumulation, the guard, clipping, AdamW, the selection bias,
+// repeatability, resume, and configurations at the edges.
 #include "tests/test.h"
 
 #include <cjson/cJSON.h>
@@ -107,8 +107,8 @@ static void run_steps(struct trainer *t, int steps) {
 
 // ---- accumulation ----
 
-// Every tensor on its own. The same terms in another order where two places share a weight: measured 3e-7, and 3e-6 leaves
-// a factor of ten.
+// Every tensor on its own. The same terms in another order where two places share a weight: measured 3e-7, and 3e-6
+// leaves a factor of ten.
 static void assert_gradients_close(const struct model *found, const struct model *wanted) {
     for (int i = 0; i < wanted->params.count; i++) {
         const struct param *p = &wanted->params.list[i];
@@ -116,9 +116,9 @@ static void assert_gradients_close(const struct model *found, const struct model
     }
 }
 
-// The cut of a step's 8 sequences changes the order of FP32 sums only. Measured: equal losses and norms within 3e-9 in the
-// first step; the runs then drift apart, by 2e-7 in four steps. 1e-6 leaves a factor of five. A balance gradient scaled by the micro-batch (Megatron pull 5798) would differ
-// by its whole size, and alpha is large here.
+// The cut of a step's 8 sequences changes the order of FP32 sums only. Measured: equal losses and norms within 3e-9
+// in the first step; the runs then drift apart, by 2e-7 in four steps. 1e-6 leaves a factor of five. A balance
+// gradient scaled by the micro-batch (Megatron pull 5798) would differ by its whole size, and alpha is large here.
 static void cut_into_micro_batches_changes_nothing(void **state) {
     (void)state;
     enum { CUTS = 3, STEPS = 4, SEQUENCES = 8 };
@@ -173,8 +173,8 @@ static void every_step_takes_the_next_sequences_of_the_data(void **state) {
 
 // ---- gradients that are not finite ----
 
-// The guard looks at the norm, before anything is changed (mlx-lm issue 1658: the loss was finite, the norm NaN, and one
-// batch ruined the run). A run that skips such a step goes on as one that never had it.
+// The guard looks at the norm, before anything is changed (mlx-lm issue 1658: the loss was finite, the norm NaN, and
+// one batch ruined the run). A run that skips such a step goes on as one that never had it.
 static void check_guard(float poison, bool first_element) {
     struct options o = unit();
     struct run r, undisturbed;
@@ -289,8 +289,8 @@ static void norm_is_that_of_all_gradients_exactly(void **state) {
     close_run(&r);
 }
 
-// Clipping to an eighth of the norm has the factor 1/8 exactly, so that moments and weights must have the very bits of
-// gradients divided by 8.
+// Clipping to an eighth of the norm has the factor 1/8 exactly, so that moments and weights must have the very bits
+// of gradients divided by 8.
 static void norm_is_logged_before_clipping_and_clipping_scales_every_gradient(void **state) {
     (void)state;
     struct options o = unit();
@@ -552,8 +552,8 @@ static void poison_scratch(struct trainer *t) {
     memset(t->model.grads, 0xff, state_bytes(t));
 }
 
-// The selection bias sends every token to the first top_k experts. Two steps, because in the bugs of others the NaN of an
-// idle expert's gradient showed in the second (MSLK pull 158, torchtitan pull 1166).
+// The selection bias sends every token to the first top_k experts. Two steps, because in the bugs of others the NaN
+// of an idle expert's gradient showed in the second (MSLK pull 158, torchtitan pull 1166).
 static void idle_experts_only_decay_whatever_was_in_memory(void **state) {
     (void)state;
     struct options o = unit();
