@@ -400,6 +400,29 @@ static void mtp_of_weight_zero_trains_the_main_model_as_without_mtp(void **state
     model_close(&m);
 }
 
+// The module continues the state behind the final norm (as released code does; the concatenation has the embedding
+// first). A channel that the final norm switches off is then zero there, and the column of eh_proj that reads it gets no
+// gradient at all, while the same channel of the embedding's half does.
+static void mtp_reads_the_hidden_state_after_the_final_norm(void **state) {
+    (void)state;
+    enum { CHANNEL = 5 };
+    struct config c = unit();
+    struct model m;
+    open_model(&m, &c, SEQUENCES, LENGTH);
+    m.weights[m.params.final_norm + CHANNEL] = 0;
+    int32_t *tokens = random_tokens(SEQUENCES, LENGTH + 1 + c.mtp_depth, c.vocab, 3);
+    struct batch batch = {tokens, SEQUENCES, LENGTH};
+    struct step_totals totals = totals_of(&m, batch);
+    gradient_of(&m, batch, &totals);
+    const accum *d_eh_proj = m.grads + m.params.blocks[c.layers].eh_proj;
+    for (int row = 0; row < c.hidden; row++) {
+        const accum *d_row = d_eh_proj + (size_t)row * 2 * (size_t)c.hidden;
+        assert_true(d_row[c.hidden + CHANNEL] == 0 && d_row[c.hidden + CHANNEL + 1] != 0 && d_row[CHANNEL] != 0);
+    }
+    free(tokens);
+    model_close(&m);
+}
+
 static void mtp_gradient_is_proportional_to_its_weight(void **state) {
     (void)state;
     struct config c = unit();
@@ -487,6 +510,7 @@ int main(void) {
         cmocka_unit_test(balance_of_equal_scores_is_one_per_sequence_and_block),
         cmocka_unit_test(balance_gradient_is_alpha_over_sequences_and_reaches_every_router),
         cmocka_unit_test(mtp_of_weight_zero_trains_the_main_model_as_without_mtp),
+        cmocka_unit_test(mtp_reads_the_hidden_state_after_the_final_norm),
         cmocka_unit_test(mtp_gradient_is_proportional_to_its_weight),
         cmocka_unit_test(mtp_with_a_masked_tail_is_that_of_a_shorter_sequence),
         cmocka_unit_test(sequence_of_one_token_without_mtp_target_is_finite),
