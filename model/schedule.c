@@ -17,7 +17,7 @@ double schedule_lr(const struct options *o, int64_t step) {
     case SCHEDULE_WSD: {
         int64_t decay = options_decay_steps(o);
         int64_t into = step - (o->steps - decay) + 1; // 1 at the first step of the decay
-        if (into <= 0) return o->lr;
+        if (into <= 0 || span <= 0) return o->lr;
         return into >= decay ? o->min_lr : fall(o->lr, o->min_lr, (double)into / (double)decay);
     }
     case SCHEDULE_CONSTANT:

@@ -8,6 +8,7 @@
 //   cosine, linear  fall from lr to min_lr at the last step
 //   wsd             lr until the last decay_steps, which fall linearly to min_lr
 //   constant        lr
+// A fall needs two steps after the warmup; a single one has lr.
 double schedule_lr(const struct options *o, int64_t step);
 
 #endif

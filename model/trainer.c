@@ -59,8 +59,10 @@ static void check_same_run(const struct trainer *t, const char *folder, const st
     const char *wrong = options_from_json(&before, saved);
     if (wrong) fail_user(folder, "found settings that this program does not know: %s", wrong);
     const char *changed = options_compare(stdout, &before, &t->options);
+    char flag[64];
+    snprintf(flag, sizeof flag, "--%s", changed ? changed : "");
     if (changed)
-        fail_user(changed,
+        fail_user(flag,
                   "found another value than in %s, wanted the same; give the old value, or start a new run with "
                   "another --out",
                   folder);

@@ -34,7 +34,7 @@ struct step_report {
     int64_t step;              // 1 for the first
     double loss, mtp, balance; // mean cross-entropy (nats); mean over MTP depths; alpha * sum over blocks
     double norm;               // of the gradient before clipping
-    bool finite;               // false: the norm is not finite and nothing was updated
+    bool finite;               // false: loss or norm is not finite and nothing was updated
     double lr;
     double load_max_over_mean; // of the worst MoE block
     int dead;                  // over all MoE blocks
@@ -55,8 +55,8 @@ int64_t trainer_sequences_per_step(const struct options *o);
 // One optimizer step: zero gradients, accumulate over micro-batches, clip, update weights and selection bias.
 struct step_report trainer_step(struct trainer *t);
 
-// The two halves of it. accumulate fills gradients and counts; update applies them, or with a gradient norm that is not
-// finite leaves weights, moments, bias and step as they were.
+// The two halves of it. accumulate fills gradients and counts; update applies them, or with a loss or gradient norm that is
+// not finite leaves weights, moments, bias and step as they were.
 void trainer_accumulate(struct trainer *t, struct step_report *report);
 void trainer_update(struct trainer *t, struct step_report *report);
 

@@ -9,10 +9,10 @@
 
 #ifdef MOK_DOUBLE
 #define accum_sqrt sqrt
-#define accum_log log
+#define accum_log  log
 #else
 #define accum_sqrt sqrtf
-#define accum_log logf
+#define accum_log  logf
 #endif
 
 // A row's sum runs in ROW_LANES interleaved chains (element i in chain i mod ROW_LANES), added up in order at the end.
@@ -83,7 +83,7 @@ static inline real row_exp(real x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    int32_t bits = ((int32_t)n + 127) * (1 << 23);
+    int32_t bits = ((int32_t)(n == n ? n : 0) + 127) * (1 << 23); // a NaN is no integer; p has it already
     float power;
     memcpy(&power, &bits, sizeof power);
     return x < -87.0f ? 0.0f : p * power;
