@@ -14,7 +14,8 @@
 // from is empty when the run starts at the beginning; with --resume a line says so.
 void run_folder_open(const struct options *o, char *from, size_t size);
 
-// Writes config.json, the resolved options. Only for a run that will go on: a refused --resume leaves the old one alone.
+// Writes config.json, the resolved options. Called once nothing can refuse the run any more: a refused --resume leaves
+// the old one alone.
 void run_folder_write_config(const struct options *o);
 
 #endif

@@ -1,4 +1,4 @@
-// The whole program, from its flags to the files of a run: what it must do. test_program_errors has what it must refuse.
+// The whole program, from its flags to the files of a run: what it must do. test_program_errors.c has what it refuses.
 #include "tests/program.h"
 
 // ---- what a run leaves ----
