@@ -70,6 +70,11 @@ static void print_sample(struct model *m, const struct options *o, const char *w
 }
 
 static void save(struct trainer *t) {
+    if (!trainer_is_finite(t))
+        fail_internal("weights",
+                      "step %lld left weights that are not finite numbers; they were not saved: start a new "
+                      "run with a lower --lr",
+                      (long long)t->step);
     struct checkpoint c = trainer_checkpoint(t);
     c.options = options_to_json(&t->options);
     // Where a run lies and how it was started is not part of it: equal runs leave equal bytes.
@@ -85,7 +90,8 @@ static void save(struct trainer *t) {
 static _Noreturn void stop_not_finite(const struct trainer *t, const struct step_report *r) {
     fail_internal("gradient",
                   "step %lld has loss %g and gradient norm %g, wanted finite numbers; the step was not "
-                  "applied and nothing was saved: lower --lr, or --resume from an older checkpoint in %s",
+                  "applied and nothing was saved, older checkpoints in %s are as they were: start a new run with a "
+                  "lower --lr",
                   (long long)r->step, r->loss, r->norm, t->options.out);
 }
 

@@ -71,7 +71,7 @@ static const struct flag flags[] = {
     {RATE, "lr", "X", MEMBER(lr), 0, MANY, FIXED, "learning rate at its peak"},
     {RATE, "min-lr", "X", MEMBER(min_lr), 0, MANY, FIXED, "learning rate at the end"},
     {RATE, "schedule", "cosine|linear|wsd|constant", MEMBER(schedule), 0, 0, FIXED, "how the rate falls after the warmup; wsd: constant, then linear in the last --decay-steps"},
-    {RATE, "warmup", "N", MEMBER(warmup), 0, MANY, FIXED, "steps in which the rate rises"},
+    {RATE, "warmup", "N", MEMBER(warmup), 0, MANY, FREE, "steps in which the rate rises"},
     {RATE, "decay-steps", "N", MEMBER(decay_steps), 0, MANY, FIXED, "steps in which wsd falls; 0: a fifth of --steps"},
     {RATE, "weight-decay", "X", MEMBER(weight_decay), 0, MANY, FIXED, "decoupled, on matrices only"},
     {RATE, "clip", "X", MEMBER(clip), 0, MANY, FIXED, "largest norm of the gradient; 0: off"},

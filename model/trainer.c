@@ -153,6 +153,10 @@ void trainer_update(struct trainer *t, struct step_report *report) {
     t->tokens += trainer_sequences_per_step(o) * o->seq;
 }
 
+bool trainer_is_finite(const struct trainer *t) {
+    return isfinite(device_sum_squares(t->master, t->model.params.size));
+}
+
 struct step_report trainer_step(struct trainer *t) {
     struct step_report report = {0};
     trainer_accumulate(t, &report);

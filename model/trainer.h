@@ -60,6 +60,9 @@ struct step_report trainer_step(struct trainer *t);
 void trainer_accumulate(struct trainer *t, struct step_report *report);
 void trainer_update(struct trainer *t, struct step_report *report);
 
+// Whether every weight is a finite number.
+bool trainer_is_finite(const struct trainer *t);
+
 // Mean cross-entropy of the main model over batches of the eval split.
 double trainer_evaluate(struct trainer *t, int batches);
 
