@@ -6,7 +6,7 @@
 set -u
 
 limit=600 # seconds for one program
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY-passive} # waiting threads sleep: see device_start in kernels/cpu/device.c
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT-5000}" # waiting threads spin briefly: see device_start in kernels/cpu/device.c
 
 if [ $# = 0 ]; then
     echo "tests/run.sh: found no program to run, wanted at least one: sh tests/run.sh PROGRAM..." >&2

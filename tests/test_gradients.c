@@ -2,6 +2,8 @@
 // gradient on its own, for several configurations that together switch every branch on and off.
 #include "tests/test.h"
 
+#include <omp.h>
+
 #include "model/model.h"
 #include "model/presets.h"
 
@@ -162,6 +164,7 @@ static void test_all_layers_dense(void **state) {
 }
 
 int main(void) {
+    omp_set_num_threads(1); // with so few tokens, waking threads costs more than they gain
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_unit_with_every_branch),
         cmocka_unit_test(test_without_q_compression_and_groups),

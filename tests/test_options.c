@@ -421,7 +421,7 @@ static void compare_prints_what_changed_and_names_what_may_not(void **state) {
     now.model.experts = 32;
     assert_string_equal(options_compare(file, &before, &now), "lr");
     assert_int_equal(fclose(file), 0);
-    assert_non_null(strstr(text, "--steps: 400 before, 800 now\n"));
+    assert_non_null(strstr(text, "--steps: 1200 before, 800 now\n"));
     assert_non_null(strstr(text, "--lr: 0.003 before, 0.0001 now\n"));
     assert_non_null(strstr(text, "--experts: 16 before, 32 now\n"));
     assert_null(strstr(text, "--resume"));
