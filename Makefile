@@ -56,11 +56,13 @@ run: setup
 
 $(CPU)/%.o: %.c Makefile
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -MMD -MP -c $< -o $@
+	@echo "  CC  $@"
+	@$(CC) $(CFLAGS) -MMD -MP -c $< -o $@
 
 $(DOUBLE)/%.o: %.c Makefile
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -DMOK_DOUBLE -MMD -MP -c $< -o $@
+	@echo "  CC  $@"
+	@$(CC) $(CFLAGS) -DMOK_DOUBLE -MMD -MP -c $< -o $@
 
 # Every output element goes through the one multiply-add of this file's inner loop, so contraction cannot make two
 # blocks of one product differ.
@@ -74,12 +76,15 @@ $(DOUBLE)/libmok.a: $(LIBRARY:%.c=$(DOUBLE)/%.o)
 	@ar rcs $@ $^
 
 $(CPU)/train: $(CPU)/train.o $(CPU)/libmok.a
-	$(CC) $(CFLAGS) $^ -o $@ $(LDLIBS)
+	@echo "  LD  $@"
+	@$(CC) $(CFLAGS) $^ -o $@ $(LDLIBS)
 
 $(CPU)/tests/%: $(CPU)/tests/%.o $(CPU)/libmok.a
-	$(CC) $(CFLAGS) $^ -o $@ -lcmocka $(LDLIBS)
+	@echo "  LD  $@"
+	@$(CC) $(CFLAGS) $^ -o $@ -lcmocka $(LDLIBS)
 $(DOUBLE)/tests/%: $(DOUBLE)/tests/%.o $(DOUBLE)/libmok.a
-	$(CC) $(CFLAGS) $^ -o $@ -lcmocka $(LDLIBS)
+	@echo "  LD  $@"
+	@$(CC) $(CFLAGS) $^ -o $@ -lcmocka $(LDLIBS)
 
 TEST_PROGRAMS = $(foreach t,$(TESTS),$(if $(filter $(t),$(DOUBLE_TESTS)),$(DOUBLE),$(CPU))/tests/$(t))
 
