@@ -24,12 +24,12 @@ CPU    = build/cpu
 DOUBLE = build/double
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train run test test-full test-sanitized bench-cpu detect format clean
+.PHONY: help setup train run test test-programs test-full test-sanitized bench-cpu detect format clean
 
 help:
 	@echo "mok.c targets:"
 	@echo "  make run        install what is missing, build, train the tiny preset on built-in stories, sample from it"
-	@echo "  make test       build and run the tests (no GPU needed)"
+	@echo "  make test       install what is missing, build and run the tests (no GPU needed)"
 	@echo "  make train      build ./train"
 	@echo "  make test-full  the tests again under the address and undefined-behaviour sanitizers"
 	@echo "  make bench-cpu  GFLOP/s of every CPU operation beside the peak of the cores"
@@ -88,7 +88,9 @@ $(DOUBLE)/tests/%: $(DOUBLE)/tests/%.o $(DOUBLE)/libmok.a
 
 TEST_PROGRAMS = $(foreach t,$(TESTS),$(if $(filter $(t),$(DOUBLE_TESTS)),$(DOUBLE),$(CPU))/tests/$(t))
 
-test: $(CPU)/train $(TEST_PROGRAMS)
+test: setup
+	@$(MAKE) --no-print-directory test-programs
+test-programs: $(CPU)/train $(TEST_PROGRAMS)
 	@COMPILE="$(CC) $(CFLAGS) -DMOK_DOUBLE" LIBS="-lcmocka $(LDLIBS)" DOUBLE=$(DOUBLE) \
 	    sh tests/run.sh $(TEST_PROGRAMS) tests/test_mistakes.sh
 
