@@ -2,7 +2,6 @@
 #include <cjson/cJSON.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <limits.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +9,6 @@
 #include <unistd.h>
 
 #include "data/data.h"
-#include "data/tokenizer.h"
 #include "kernels/fail.h"
 #include "kernels/kernels.h"
 #include "model/checkpoint.h"
@@ -54,21 +52,6 @@ static void refuse_several_ranks(void) {
     }
 }
 
-static void print_sample(struct model *m, const struct options *o, const char *when) {
-    int32_t *tokens = malloc(sizeof *tokens * ((size_t)o->sample_tokens + 1));
-    char *text = malloc((size_t)o->sample_tokens + 1);
-    if (!tokens || !text) fail_internal("sampling", "found no memory for %d tokens", o->sample_tokens);
-    tokens[0] = TOKENIZER_END_OF_TEXT;
-    int count = generate_tokens(m, tokens, 1, o->sample_tokens, o->temperature, o->seed, -1);
-    size_t bytes = tokenizer_decode(text, (size_t)o->sample_tokens, tokens + 1, (size_t)count);
-    for (size_t i = 0; i < bytes; i++) // noise may hold anything; terminals should not see it
-        if (text[i] != '\n' && (text[i] < 32 || text[i] > 126)) text[i] = '.';
-    printf("--- sample %s ---\n%.*s\n---\n", when, (int)bytes, text);
-    fflush(stdout);
-    free(text);
-    free(tokens);
-}
-
 static void save(struct trainer *t) {
     if (!trainer_is_finite(t))
         fail_internal("weights",
@@ -97,7 +80,7 @@ static _Noreturn void stop_not_finite(const struct trainer *t, const struct step
 
 static void train_loop(struct trainer *t, struct run_log *log) {
     const struct options *o = &t->options;
-    if (o->sample_tokens && t->step == 0) print_sample(&t->model, o, "before training");
+    if (o->sample_tokens && t->step == 0) generate_print_sample(&t->model, o, "before training");
     while (t->step < o->steps && !stop_requested) {
         double start = log_now();
         struct step_report report = trainer_step(t);
@@ -107,13 +90,13 @@ static void train_loop(struct trainer *t, struct run_log *log) {
         if (is_due(o->eval_every, t->step, o)) log_eval(log, t, trainer_evaluate(t, o->eval_batches));
         if (is_due(o->save_every, t->step, o)) save(t);
         if (o->sample_every && t->step % o->sample_every == 0 && t->step < o->steps)
-            print_sample(&t->model, o, "in between");
+            generate_print_sample(&t->model, o, "in between");
     }
     if (stop_requested) {
         printf("stopped by signal %d after step %lld\n", (int)stop_requested, (long long)t->step);
         if (o->save_every && !is_due(o->save_every, t->step, o)) save(t); // else it has been saved
     } else if (o->sample_tokens) {
-        print_sample(&t->model, o, "after training");
+        generate_print_sample(&t->model, o, "after training");
     }
 }
 
@@ -135,45 +118,6 @@ static void train(struct options *o, const struct data *data) {
     trainer_close(&t);
 }
 
-// Opens the model of --from: a checkpoint, or a run folder, which stands for its newest one.
-static void open_saved_model(struct model *m, const struct options *o) {
-    struct config c = o->model;
-    char newest[OPTION_TEXT + 32], error[512];
-    const char *from = checkpoint_newest(o->from, newest, sizeof newest, stderr) ? newest : o->from;
-    if (!checkpoint_read_config(from, &c, error, sizeof error))
-        fail_user("--from", "%s; name a checkpoint, or a run folder that holds one", error);
-    if (c.vocab < TOKENIZER_BYTE_VOCAB)
-        fail_user("--from", "found a vocabulary of %d, wanted at least %d (bytes and end of text)", c.vocab,
-                  TOKENIZER_BYTE_VOCAB);
-    c.mtp_depth = 0;
-    model_open(m, &c, 1, o->seq, false);
-    struct checkpoint checkpoint = {.config = &c, .params = &m->params, .weights = m->weights, .bias = m->bias};
-    checkpoint_load_weights(from, &checkpoint);
-}
-
-// --generate: sample from a checkpoint and print prompt and continuation.
-static void generate(const struct options *o) {
-    size_t prompt = strlen(o->prompt), length = prompt + 1 + (size_t)o->generate;
-    if (length > INT_MAX)
-        fail_user("--generate", "found %lld with a prompt of %zu bytes, wanted at most %zu", (long long)o->generate,
-                  prompt, INT_MAX - prompt - 1);
-    struct model m;
-    open_saved_model(&m, o);
-    int32_t *tokens = malloc(sizeof *tokens * length);
-    char *text = malloc(length);
-    if (!tokens || !text) fail_internal("--generate", "found no memory for %zu tokens", length);
-    tokens[0] = TOKENIZER_END_OF_TEXT; // a text begins where the last one ended
-    tokenizer_encode(tokens + 1, o->prompt, prompt);
-    int count =
-        generate_tokens(&m, tokens, (int)prompt + 1, (int)o->generate, o->temperature, o->seed, TOKENIZER_END_OF_TEXT);
-    size_t bytes = tokenizer_decode(text, length, tokens + 1, prompt + (size_t)count);
-    fwrite(text, 1, bytes, stdout);
-    if (bytes && text[bytes - 1] != '\n') putchar('\n');
-    free(text);
-    free(tokens);
-    model_close(&m);
-}
-
 // The vocabulary follows the data unless it was given; given, it must hold every id.
 static void settle_vocabulary(struct options *o, const struct data *data) {
     int found = data_vocab(data);
@@ -191,7 +135,9 @@ static void run(struct options *o) {
     printf("%s, on %s\n", o->preset, device_name());
     log_print_options(stdout, o);
     plan_print(stdout, &o->model, o->batch, o->seq, o->tokens_per_step);
-    if (!o->plan) {
+    if (o->plan) {
+        plan_print_activations(stdout, &o->model, o->batch, o->seq);
+    } else {
         data_describe(data, stdout);
         train(o, data);
     }
@@ -210,7 +156,7 @@ int main(int argc, char **argv) {
     } else {
         refuse_several_ranks();
         if (o.generate)
-            generate(&o);
+            generate_from_checkpoint(&o);
         else
             run(&o);
     }

@@ -1,9 +1,14 @@
 #include "model/generate.h"
 
+#include <limits.h>
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
+#include "data/tokenizer.h"
 #include "kernels/fail.h"
+#include "model/checkpoint.h"
 
 // Uniform in [0, 1) from (seed, position): splitmix64.
 static double uniform_at(uint64_t seed, uint64_t position) {
@@ -43,4 +48,57 @@ int generate_tokens(struct model *m, int32_t *tokens, int prompt, int count, dou
     }
     free(logits);
     return added;
+}
+
+void generate_print_sample(struct model *m, const struct options *o, const char *when) {
+    int32_t *tokens = malloc(sizeof *tokens * ((size_t)o->sample_tokens + 1));
+    char *text = malloc((size_t)o->sample_tokens + 1);
+    if (!tokens || !text) fail_internal("sampling", "found no memory for %d tokens", o->sample_tokens);
+    tokens[0] = TOKENIZER_END_OF_TEXT;
+    int count = generate_tokens(m, tokens, 1, o->sample_tokens, o->temperature, o->seed, -1);
+    size_t bytes = tokenizer_decode(text, (size_t)o->sample_tokens, tokens + 1, (size_t)count);
+    for (size_t i = 0; i < bytes; i++) // noise may hold anything; terminals should not see it
+        if (text[i] != '\n' && (text[i] < 32 || text[i] > 126)) text[i] = '.';
+    printf("--- sample %s ---\n%.*s\n---\n", when, (int)bytes, text);
+    fflush(stdout);
+    free(text);
+    free(tokens);
+}
+
+static void open_saved_model(struct model *m, const struct options *o) {
+    struct config c = o->model;
+    char newest[OPTION_TEXT + 32], error[512];
+    const char *from = checkpoint_newest(o->from, newest, sizeof newest, stderr) ? newest : o->from;
+    if (!checkpoint_read_config(from, &c, error, sizeof error))
+        fail_user("--from", "%s; name a checkpoint, or a run folder that holds one", error);
+    if (c.vocab < TOKENIZER_BYTE_VOCAB)
+        fail_user("--from", "found a vocabulary of %d, wanted at least %d (bytes and end of text)", c.vocab,
+                  TOKENIZER_BYTE_VOCAB);
+    c.mtp_depth = 0; // sampling does not use it
+    config_validate(&c);
+    model_open(m, &c, 1, o->seq, false);
+    struct checkpoint checkpoint = {.config = &c, .params = &m->params, .weights = m->weights, .bias = m->bias};
+    checkpoint_load_weights(from, &checkpoint);
+}
+
+void generate_from_checkpoint(const struct options *o) {
+    size_t prompt = strlen(o->prompt), length = prompt + 1 + (size_t)o->generate;
+    if (length > INT_MAX)
+        fail_user("--generate", "found %lld with a prompt of %zu bytes, wanted at most %zu", (long long)o->generate,
+                  prompt, INT_MAX - prompt - 1);
+    struct model m;
+    open_saved_model(&m, o);
+    int32_t *tokens = malloc(sizeof *tokens * length);
+    char *text = malloc(length);
+    if (!tokens || !text) fail_internal("--generate", "found no memory for %zu tokens", length);
+    tokens[0] = TOKENIZER_END_OF_TEXT; // a text begins where the last one ended
+    tokenizer_encode(tokens + 1, o->prompt, prompt);
+    int count =
+        generate_tokens(&m, tokens, (int)prompt + 1, (int)o->generate, o->temperature, o->seed, TOKENIZER_END_OF_TEXT);
+    size_t bytes = tokenizer_decode(text, length, tokens + 1, prompt + (size_t)count);
+    fwrite(text, 1, bytes, stdout);
+    if (bytes && text[bytes - 1] != '\n') putchar('\n');
+    free(text);
+    free(tokens);
+    model_close(&m);
 }

@@ -3,6 +3,7 @@
 #define MOK_MODEL_GENERATE_H
 
 #include "model/model.h"
+#include "model/options.h"
 
 // Index drawn from softmax(logits / temperature) with u in [0, 1); temperature 0 takes the largest, first of equals.
 // Safe for logits of any size.   logits (host) [V]
@@ -13,5 +14,12 @@ int generate_pick(const float *logits, int V, double temperature, double u);
 // depends on (seed, position) and the logits alone. Returns the number of tokens added.
 int generate_tokens(struct model *m, int32_t *tokens, int prompt, int count, double temperature, uint64_t seed,
                     int32_t stop);
+
+// Prints sample_tokens tokens of a text that the model begins, under a line that says when.
+void generate_print_sample(struct model *m, const struct options *o, const char *when);
+
+// --generate N --from DIR --prompt TEXT: prints prompt and continuation. DIR is a checkpoint, or a run folder, which
+// stands for its newest one. Ends the program (exit 2) when it is neither.
+void generate_from_checkpoint(const struct options *o);
 
 #endif

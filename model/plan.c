@@ -1,5 +1,6 @@
 #include "model/plan.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "kernels/kernels.h"
@@ -137,6 +138,23 @@ static void print_verdict(FILE *file, const struct plan *plan, const struct conf
             fprintf(file, "  It does not fit with --batch %d; --batch %d does.\n", batch, fits);
         else
             fprintf(file, "  It does not fit: one sequence of --seq %d is already too long.\n", seq);
+    }
+}
+
+static int compare_rows(const void *a, const void *b) {
+    size_t x = ((const struct activation_row *)a)->bytes, y = ((const struct activation_row *)b)->bytes;
+    return (x < y) - (x > y);
+}
+
+void plan_print_activations(FILE *file, const struct config *c, int batch, int seq) {
+    struct activation_table table;
+    activations_tabulate(&table, c, batch, seq, true);
+    qsort(table.rows, (size_t)table.count, sizeof *table.rows, compare_rows);
+    fprintf(file, "Activation buffers (kept by a block from forward to backward, or shared by all)\n");
+    for (int i = 0; i < table.count; i++) {
+        char label[64];
+        snprintf(label, sizeof label, "%-20s x %d", table.rows[i].name, table.rows[i].copies);
+        print_bytes(file, label, table.rows[i].bytes);
     }
 }
 

@@ -35,6 +35,9 @@ double plan_flops_per_token(const struct config *c, int seq);
 // tokens_per_step 0: one micro-batch.
 void plan_print(FILE *file, const struct config *c, int batch, int seq, int64_t tokens_per_step);
 
+// Every buffer of a forward and backward pass over batch sequences of seq tokens, largest first.
+void plan_print_activations(FILE *file, const struct config *c, int batch, int seq);
+
 // "671.03B", "43.1M", "960": text receives at most 16 bytes and is returned.
 const char *plan_format_count(char text[16], double count);
 

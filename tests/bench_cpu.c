@@ -91,14 +91,55 @@ static void bench_experts(const char *preset, const struct config *c, int tokens
     print_flops(preset, "experts gate/up dx", shape, flops, seconds);
     TIME(seconds, grouped_matmul_tn(w, y, x, offsets, E, 2 * I, H));
     print_flops(preset, "experts gate/up dw", shape, flops, seconds);
-    real *hidden = random_reals((size_t)rows * I);
+    real *hidden = random_reals((size_t)rows * I), *d_hidden = random_reals((size_t)rows * I);
+    TIME(seconds, grouped_matmul_nn(x, hidden, w, offsets, E, H, I));
+    print_flops(preset, "experts down", shape, flops / 2, seconds);
+    TIME(seconds, grouped_matmul_nt(d_hidden, x, w, offsets, E, I, H));
+    print_flops(preset, "experts down dx", shape, flops / 2, seconds);
+    TIME(seconds, grouped_matmul_tn(w, hidden, x, offsets, E, I, H));
+    print_flops(preset, "experts down dw", shape, flops / 2, seconds);
     TIME(seconds, swiglu_forward(hidden, y, NULL, NULL, rows, I));
     print_bytes(preset, "swiglu", shape, 3.0 * rows * I * sizeof(real), seconds);
-    device_free(x);
-    device_free(w);
-    device_free(y);
-    device_free(hidden);
+    real *d_y = random_reals((size_t)rows * 2 * I);
+    TIME(seconds, swiglu_backward(d_y, hidden, NULL, d_hidden, y, NULL, NULL, rows, I));
+    print_bytes(preset, "swiglu backward", shape, 6.0 * rows * I * sizeof(real), seconds);
+    void *all[] = {x, w, y, hidden, d_hidden, d_y};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) device_free(all[i]);
     free(offsets);
+}
+
+// Router, dispatch and combine.
+static void bench_routing(const char *preset, const struct config *c, int tokens) {
+    int E = c->experts, H = c->hidden, K = c->top_k, B = 8, T = tokens / B;
+    size_t N = (size_t)tokens, routes = N * (size_t)K;
+    struct router_shape s = {E, K, c->groups, c->top_groups, c->normalize_gates, c->route_scale};
+    real *x = random_reals(N * (size_t)H), *w = random_reals((size_t)E * H), *y = random_reals(N * (size_t)H);
+    real *rows = random_reals(routes * (size_t)H);
+    accum *scores = device_alloc(sizeof(accum) * N * E), *gates = device_alloc(sizeof(accum) * routes);
+    accum *bias = device_alloc(sizeof(accum) * (size_t)E), *f = device_alloc(sizeof(accum) * (size_t)B * E);
+    accum *loss = device_alloc(sizeof(accum) * (size_t)B), *dz = device_alloc(sizeof(accum) * N * E);
+    int32_t *ids = device_alloc(sizeof(int32_t) * routes);
+    int *offsets = device_alloc(sizeof(int) * ((size_t)E + 1));
+    int *slot_of_row = device_alloc(sizeof(int) * routes), *row_of_slot = device_alloc(sizeof(int) * routes);
+    double seconds, flops = 2.0 * tokens * E * H, bytes = (double)(routes * (size_t)H * sizeof(real));
+    char shape[64];
+    snprintf(shape, sizeof shape, "rows %d, E %d, K %d, H %d", tokens, E, K, H);
+    TIME(seconds, router_score(scores, x, w, tokens, E, H));
+    print_flops(preset, "router score", shape, flops, seconds);
+    TIME(seconds, router_select(ids, gates, scores, bias, tokens, s));
+    print_bytes(preset, "router select", shape, (double)(N * E * sizeof(accum)), seconds);
+    TIME(seconds, router_balance(f, loss, scores, B, T, s));
+    print_bytes(preset, "router balance", shape, (double)(N * E * sizeof(accum)), seconds);
+    TIME(seconds, router_backward(y, w, dz, gates, scores, ids, f, 1e-6, x, w, B, T, H, s));
+    print_flops(preset, "router backward", shape, 2 * flops, seconds);
+    TIME(seconds, moe_place(offsets, slot_of_row, row_of_slot, ids, tokens, K, E));
+    print_bytes(preset, "moe place", shape, 3.0 * (double)routes * sizeof(int), seconds);
+    TIME(seconds, moe_gather(rows, x, slot_of_row, (int)routes, K, H));
+    print_bytes(preset, "moe gather", shape, 2 * bytes, seconds);
+    TIME(seconds, moe_combine(y, rows, row_of_slot, x, x, tokens, K, H));
+    print_bytes(preset, "moe combine", shape, bytes + 3 * bytes / K, seconds);
+    void *all[] = {x, w, y, rows, scores, gates, bias, f, loss, dz, ids, offsets, slot_of_row, row_of_slot};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) device_free(all[i]);
 }
 
 static void bench_attention(const char *preset, const struct config *c, int batch, int seq) {
@@ -137,11 +178,26 @@ static void bench_rows(const char *preset, const struct config *c, int tokens) {
     accum *dw = device_alloc(sizeof(accum) * (size_t)H);
     TIME(seconds, rmsnorm_backward(y, H, true, dw, gradient, H, x, H, w, rstd, tokens, H));
     print_bytes(preset, "rmsnorm backward", shape, 4.0 * (double)n * sizeof(real), seconds);
+    int V = 257, n_heads = c->heads, width = config_query_dim(c);
+    real *logits = random_reals((size_t)tokens * V), *q = random_reals((size_t)tokens * n_heads * width);
+    accum *losses = device_alloc(sizeof(accum) * (size_t)tokens), *angles = device_alloc(sizeof(accum) * 256 * 256);
+    int32_t *targets = device_alloc(sizeof(int32_t) * (size_t)tokens);
+    for (int i = 0; i < tokens; i++) targets[i] = i % V;
+    real *table = random_reals((size_t)V * H);
+    TIME(seconds, embedding_forward(y, table, targets, tokens, H));
+    print_bytes(preset, "embedding", shape, 2.0 * (double)n * sizeof(real), seconds);
+    snprintf(shape, sizeof shape, "rows %d, V %d", tokens, V);
+    TIME(seconds, cross_entropy(logits, losses, targets, tokens, V, true, 1));
+    print_bytes(preset, "cross-entropy", shape, 2.0 * tokens * V * sizeof(real), seconds);
+    snprintf(shape, sizeof shape, "rows %d, heads %d, rope %d", tokens, n_heads, c->rope_dim);
+    TIME(seconds,
+         rope_rotate(q, n_heads * width, n_heads, width, c->nope_dim, c->rope_dim, angles, tokens, 256, false));
+    print_bytes(preset, "rope", shape, 2.0 * tokens * n_heads * c->rope_dim * sizeof(real), seconds);
     struct adamw a = {1e-3, 0.9, 0.95, 1e-8, 0.1, 1, 10};
     snprintf(shape, sizeof shape, "%zu elements", n);
     TIME(seconds, adamw_update(x, m, v, y, gradient, n, a));
     print_bytes(preset, "adamw", shape, 8.0 * (double)n * sizeof(real), seconds);
-    real *all[] = {x, y, w, m, v, gradient, rstd, dw};
+    void *all[] = {x, y, w, m, v, gradient, rstd, dw, logits, q, losses, angles, targets, table};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) device_free(all[i]);
 }
 
@@ -159,6 +215,7 @@ int main(void) {
         bench_linear(preset->name, "dense gate/up", tokens, 2 * c->intermediate, H);
         bench_linear(preset->name, "head", tokens, 257, H);
         bench_experts(preset->name, c, tokens);
+        bench_routing(preset->name, c, tokens);
         bench_attention(preset->name, c, 8, 256);
         bench_rows(preset->name, c, tokens);
     }
