@@ -75,7 +75,6 @@ void log_open(struct run_log *log, const struct trainer *t, const char *folder) 
     const struct options *o = &t->options;
     *log = (struct run_log){.flops_per_token = plan_flops_per_token(&o->model, o->seq),
                             .peak_flops = device_peak_flops(),
-                            .started = log_now(),
                             .first_step = t->step};
     snprintf(log->path, sizeof log->path, "%s/log.jsonl", folder);
     if (t->step > 0) drop_later_lines(log, t->step);
@@ -126,6 +125,7 @@ void log_step(struct run_log *log, const struct trainer *t, const struct step_re
     const struct options *o = &t->options;
     double tokens_per_second = (double)(trainer_sequences_per_step(o) * o->seq) / seconds;
     double mfu = tokens_per_second * log->flops_per_token / log->peak_flops;
+    if (log->started == 0) log->started = log_now() - seconds;
     double per_step = (log_now() - log->started) / (double)(r->step - log->first_step);
     double eta = per_step * (double)(o->steps - r->step);
     bool moe = config_blocks(&o->model) > o->model.dense_layers;

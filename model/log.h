@@ -11,7 +11,7 @@ struct run_log {
     FILE *json; // log.jsonl of the run folder
     char path[OPTION_TEXT + 16];
     double flops_per_token, peak_flops;
-    double started; // monotonic seconds
+    double started; // monotonic seconds when the first step began; 0 before
     int64_t first_step;
 };
 
