@@ -4,12 +4,11 @@
 #ifndef MOK_TESTS_PROGRAM_H
 #define MOK_TESTS_PROGRAM_H
 
-#include "tests/test.h"
+#include "tests/folder.h"
 
 #include <cjson/cJSON.h>
 #include <ctype.h>
 #include <fcntl.h>
-#include <ftw.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <sys/resource.h>
@@ -18,30 +17,11 @@
 #include <time.h>
 #include <unistd.h>
 
-// ---- the folder of a test ----
-
-static char root[64];
 static const char *output_path; // where a run's standard output goes; NULL: kept in `out`; "": it is closed
 
-static inline int make_root(void **state) {
-    (void)state;
+static inline int make_program_root(void **state) {
     output_path = NULL;
-    strcpy(root, "/tmp/test_program_XXXXXX");
-    return mkdtemp(root) ? 0 : -1;
-}
-
-static inline int remove_entry(const char *path, const struct stat *info, int type, struct FTW *level) {
-    (void)info, (void)type, (void)level;
-    return remove(path);
-}
-
-static inline void remove_tree(const char *path) {
-    assert_int_equal(nftw(path, remove_entry, 8, FTW_DEPTH | FTW_PHYS), 0);
-}
-
-static inline int remove_root(void **state) {
-    (void)state;
-    return nftw(root, remove_entry, 8, FTW_DEPTH | FTW_PHYS);
+    return make_root(state);
 }
 
 // One thread does for steps this small, and leaves the cores to others; a test may ask for more.
@@ -49,38 +29,7 @@ static inline void use_one_thread(void) { setenv("OMP_NUM_THREADS", "1", 1); }
 
 #define run_program_tests(tests) (use_one_thread(), cmocka_run_group_tests(tests, NULL, NULL))
 
-#define TEST(function) cmocka_unit_test_setup_teardown(function, make_root, remove_root)
-
-// root/name, in one of a few buffers that are used in turn.
-static inline const char *at(const char *name) {
-    static char paths[16][256];
-    static int next;
-    char *path = paths[next++ % 16];
-    snprintf(path, sizeof paths[0], "%s/%s", root, name);
-    return path;
-}
-
-static inline bool exists(const char *name) { return access(at(name), F_OK) == 0; }
-
-static inline void write_file(const char *name, const void *data, size_t bytes) {
-    FILE *file = fopen(at(name), "wb");
-    assert_non_null(file);
-    assert_int_equal(fwrite(data, 1, bytes, file), bytes);
-    assert_int_equal(fclose(file), 0);
-}
-
-// The file's bytes and a final zero; free with free().
-static inline char *read_bytes(const char *path, size_t *bytes) {
-    FILE *file = fopen(path, "rb");
-    if (!file) fail_msg("cannot open %s", path);
-    fseek(file, 0, SEEK_END);
-    *bytes = (size_t)ftell(file);
-    rewind(file);
-    char *data = calloc(1, *bytes + 1);
-    assert_int_equal(fread(data, 1, *bytes, file), *bytes);
-    fclose(file);
-    return data;
-}
+#define TEST(function) cmocka_unit_test_setup_teardown(function, make_program_root, remove_root)
 
 static inline char *read_text(const char *name) {
     size_t bytes;
@@ -168,10 +117,6 @@ static inline void assert_error(const char *place) {
     const char *end = strchr(err, '\n');
     if (strncmp(err, wanted, strlen(wanted)) != 0 || !end || end[1])
         fail_msg("found \"%s\", wanted one line that begins with \"%s\"", err, wanted);
-}
-
-static inline void assert_contains(const char *text, const char *part) {
-    if (!strstr(text, part)) fail_msg("found \"%s\", wanted it to contain \"%s\"", text, part);
 }
 
 static inline void assert_lacks(const char *text, const char *part) {

@@ -1,9 +1,9 @@
 // Checkpoints: the same bits out and in, crash-safe folders and files that lie.
-#include "tests/test.h"
+#include "tests/configs.h"
+#include "tests/folder.h"
 
 #include <cjson/cJSON.h>
 #include <dirent.h>
-#include <ftw.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -16,94 +16,8 @@
 #include "model/safetensors.h"
 #include "model/shards.h"
 
-// ---- folders and files ----
-
-static char root[64]; // of this test, empty at its start
-
-static int make_root(void **state) {
-    (void)state;
-    strcpy(root, "/tmp/test_checkpoint_XXXXXX");
-    return mkdtemp(root) ? 0 : -1;
-}
-
-static int remove_entry(const char *path, const struct stat *info, int type, struct FTW *level) {
-    (void)info, (void)type, (void)level;
-    return remove(path);
-}
-
-static int remove_root(void **state) {
-    (void)state;
-    return nftw(root, remove_entry, 8, FTW_DEPTH | FTW_PHYS);
-}
-
-// root/name, in one of a few buffers that are used in turn.
-static const char *at(const char *name) {
-    static char paths[8][256];
-    static int next;
-    char *path = paths[next++ % 8];
-    snprintf(path, sizeof paths[0], "%s/%s", root, name);
-    return path;
-}
-
-static bool exists(const char *name) {
-    struct stat info;
-    return lstat(at(name), &info) == 0;
-}
-
-static void write_file(const char *name, const void *data, size_t bytes) {
-    FILE *file = fopen(at(name), "wb");
-    assert_non_null(file);
-    assert_int_equal(fwrite(data, 1, bytes, file), bytes);
-    assert_int_equal(fclose(file), 0);
-}
-
-static char *read_file(const char *path, size_t *bytes) {
-    FILE *file = fopen(path, "rb");
-    assert_non_null(file);
-    fseek(file, 0, SEEK_END);
-    *bytes = (size_t)ftell(file);
-    rewind(file);
-    char *data = calloc(1, *bytes + 1);
-    assert_int_equal(fread(data, 1, *bytes, file), *bytes);
-    fclose(file);
-    return data;
-}
-
-static void assert_contains(const char *text, const char *part) {
-    if (!strstr(text, part)) fail_msg("found \"%s\", wanted it to contain \"%s\"", text, part);
-}
-
 // ---- a model with a state ----
 
-static const struct config unit = {
-    .vocab = 257,
-    .hidden = 24,
-    .layers = 3,
-    .dense_layers = 1,
-    .heads = 4,
-    .q_rank = 20,
-    .kv_rank = 12,
-    .nope_dim = 16,
-    .rope_dim = 8,
-    .value_dim = 10,
-    .intermediate = 40,
-    .expert_intermediate = 9,
-    .experts = 6,
-    .shared_experts = 2,
-    .top_k = 2,
-    .groups = 2,
-    .top_groups = 1,
-    .normalize_gates = true,
-    .route_scale = 2.5,
-    .mtp_depth = 1,
-    .max_positions = 64,
-    .rms_eps = 1e-6,
-    .rope_theta = 10000,
-    .init_std = 0.02,
-    .balance_alpha = 1e-4,
-    .bias_rate = 1e-3,
-    .mtp_weight = 0.3,
-};
 enum { BIASES = 3 * 6 }; // three MoE blocks
 
 struct model {
@@ -238,9 +152,9 @@ static void assert_same_folders(const char *a, const char *b) {
         size_t n, m;
         assert_string_equal(x[i]->d_name, y[i]->d_name);
         snprintf(path, sizeof path, "%s/%s", a, x[i]->d_name);
-        char *left = read_file(path, &n);
+        char *left = read_bytes(path, &n);
         snprintf(path, sizeof path, "%s/%s", b, x[i]->d_name);
-        char *right = read_file(path, &m);
+        char *right = read_bytes(path, &m);
         if (n != m || memcmp(left, right, n) != 0) fail_msg("%s differs between two saves", x[i]->d_name);
         free(left);
         free(right);
@@ -400,7 +314,7 @@ static void trainer_json_that_lies_makes_a_checkpoint_incomplete(void **state) {
     model_init(&a, &unit);
     model_fill(&a, 8);
     save_step(&a, 1, 0);
-    char *good = read_file(at("step-00000001/trainer.json"), &bytes);
+    char *good = read_bytes(at("step-00000001/trainer.json"), &bytes);
     FILE *log = fopen("/dev/null", "w");
     // Cut anywhere, it is no JSON; the last byte is only the newline.
     for (size_t cut = 0; cut < bytes - 1; cut += 7) {
@@ -566,7 +480,7 @@ static void safetensors_refuses_a_file_cut_anywhere(void **state) {
     model_init(&a, &unit);
     model_fill(&a, 12);
     checkpoint_save(&a.c, root, 0);
-    char *good = read_file(at("step-00000100/model-00003-of-00005.safetensors"), &bytes);
+    char *good = read_bytes(at("step-00000100/model-00003-of-00005.safetensors"), &bytes);
     for (size_t cut = 0; cut < bytes; cut += cut < 64 ? 1 : 997) {
         write_file("x.safetensors", good, cut);
         assert_refused("found ");

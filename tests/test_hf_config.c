@@ -1,44 +1,11 @@
 // Hugging Face's config.json: a round trip, what other readers need in it, and what is refused.
-#include "tests/test.h"
+#include "tests/configs.h"
+#include "tests/folder.h"
 
 #include <cjson/cJSON.h>
 
 #include "model/files.h"
 #include "model/hf_config.h"
-
-static const struct config unit = {
-    .vocab = 257,
-    .hidden = 24,
-    .layers = 3,
-    .dense_layers = 1,
-    .heads = 4,
-    .q_rank = 20,
-    .kv_rank = 12,
-    .nope_dim = 16,
-    .rope_dim = 8,
-    .value_dim = 10,
-    .intermediate = 40,
-    .expert_intermediate = 9,
-    .experts = 6,
-    .shared_experts = 2,
-    .top_k = 2,
-    .groups = 2,
-    .top_groups = 1,
-    .normalize_gates = true,
-    .route_scale = 2.5,
-    .mtp_depth = 1,
-    .max_positions = 64,
-    .rms_eps = 1e-6,
-    .rope_theta = 10000,
-    .init_std = 0.02,
-    .balance_alpha = 1e-4,
-    .bias_rate = 1e-3,
-    .mtp_weight = 0.3,
-};
-
-static void assert_contains(const char *text, const char *part) {
-    if (!strstr(text, part)) fail_msg("found \"%s\", wanted it to contain \"%s\"", text, part);
-}
 
 // What config.json says after a trip through text, with one key replaced (value NULL: removed).
 static bool config_trip(struct config *out, const struct config *in, const char *key, const char *value, char *error) {

@@ -1,29 +1,8 @@
 // The parameter table: names, shapes and places in memory, the way to and from files, first values, published sizes.
+#include "tests/configs.h"
 #include "tests/test.h"
 
 #include "model/params.h"
-
-// Every branch: a dense layer, query compression, shared expert, MTP.
-static const struct config unit = {
-    .vocab = 257,
-    .hidden = 24,
-    .layers = 3,
-    .dense_layers = 1,
-    .heads = 4,
-    .q_rank = 20,
-    .kv_rank = 12,
-    .nope_dim = 16,
-    .rope_dim = 8,
-    .value_dim = 10,
-    .intermediate = 40,
-    .expert_intermediate = 9,
-    .experts = 6,
-    .shared_experts = 2,
-    .top_k = 2,
-    .groups = 1,
-    .top_groups = 1,
-    .mtp_depth = 1,
-};
 
 static const struct param *find(const struct params *p, const char *name) {
     for (int i = 0; i < p->count; i++)

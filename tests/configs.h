@@ -1,0 +1,38 @@
+// Sizes for tests of tables and files.
+#ifndef MOK_TESTS_CONFIGS_H
+#define MOK_TESTS_CONFIGS_H
+
+#include "model/config.h"
+
+// Every branch (a dense layer, query compression, groups, shared experts, MTP), and no two sizes alike.
+static const struct config unit = {
+    .vocab = 257,
+    .hidden = 24,
+    .layers = 3,
+    .dense_layers = 1,
+    .heads = 4,
+    .q_rank = 20,
+    .kv_rank = 12,
+    .nope_dim = 16,
+    .rope_dim = 8,
+    .value_dim = 10,
+    .intermediate = 40,
+    .expert_intermediate = 9,
+    .experts = 6,
+    .shared_experts = 2,
+    .top_k = 2,
+    .groups = 2,
+    .top_groups = 1,
+    .normalize_gates = true,
+    .route_scale = 2.5,
+    .mtp_depth = 1,
+    .max_positions = 64,
+    .rms_eps = 1e-6,
+    .rope_theta = 10000,
+    .init_std = 0.02,
+    .balance_alpha = 1e-4,
+    .bias_rate = 1e-3,
+    .mtp_weight = 0.3,
+};
+
+#endif
