@@ -65,8 +65,8 @@ static inline vector load(const real *from) {
     return v;
 }
 
-// c [MR, NR] = init + sum over k of a[i][k] b[k][j] with a[i][k] at a[i * a_row + k * a_col]; init NULL is zero. Never inlined: one copy of the code means one
-// allocation of registers for every caller.
+// c [MR, NR] = init + sum over k of a[i][k] b[k][j], with a[i][k] at a[i * a_row + k * a_col]; init NULL is zero. Never
+// inlined: one copy of the code means one allocation of registers for every caller.
 static __attribute__((noinline)) void multiply_panels(real *c, size_t c_row, const real *init, size_t init_row,
                                                       const real *a, size_t a_row, size_t a_col, const real *b,
                                                       int depth) {
