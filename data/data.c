@@ -218,8 +218,8 @@ static void read_file(const struct source *s, uint64_t start, size_t n, int32_t 
     }
 }
 
-// Stories one after another, each behind an end of text, until n tokens are full. Half of the windows begin with a story;
-// the others begin somewhere inside one, so that endings are seen also where a story is longer than a window.
+// Stories one after another, each behind an end of text, until n tokens are full. Half of the windows begin with a
+// story; the others begin somewhere inside one, so that endings are seen also where a story is longer than a window.
 static void read_stories(uint64_t rng, size_t n, int32_t *tokens) {
     char story[STORIES_MAX_BYTES];
     int32_t ids[STORIES_MAX_BYTES + 1] = {TOKENIZER_END_OF_TEXT};

@@ -161,8 +161,8 @@ void moe_combine(real *y, const real *rows, const int *row_of_slot, const real *
 // ---- loss ----
 
 // Softmax cross-entropy of one chunk of rows, in place: loss[i] = logsumexp(logits_i) - logits_i[target], and with
-// want_gradient logits become scale * (softmax - onehot); without it they are left undefined. A target of -1 gives loss 0
-// and gradient 0.
+// want_gradient logits become scale * (softmax - onehot); without it they are left undefined. A target of -1 gives loss
+// 0 and gradient 0.
 // logits [rows, V]   loss [rows]   targets [rows]
 void cross_entropy(real *logits, accum *loss, const int32_t *targets, int rows, int V, bool want_gradient,
                    double scale);

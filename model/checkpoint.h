@@ -2,8 +2,8 @@
 // state beside it:
 //
 //   config.json, generation_config.json, tokenizer files    the model in Hugging Face's words
-//   model-00001-of-000NN.safetensors, ...                   weights and selection biases under Hugging Face's names; file
-//   model.safetensors.index.json                            1: embedding, last norm, head; then one file per block
+//   model-00001-of-000NN.safetensors, ...                   weights and selection biases under Hugging Face's names;
+//   model.safetensors.index.json                            file 1: embedding, last norm, head; then one per block
 //   state-00001-of-000NN.safetensors, ...                   the same split: NAME.master, NAME.m, NAME.v in F32
 //   trainer.json                                            progress, options, size of every other file; written last
 //
@@ -39,24 +39,25 @@ struct checkpoint {
 // (exit 1) when something cannot be written, with older checkpoints intact and the hidden folder removed.
 void checkpoint_save(const struct checkpoint *c, const char *run_folder, int keep);
 
-// Removes every checkpoint of a run, complete or not, by exact name and nothing else. Ends the program (exit 2) when one
-// cannot be removed.
+// Removes every checkpoint of a run, complete or not, by exact name and nothing else. Ends the program (exit 2) when
+// one cannot be removed.
 void checkpoint_remove_all(const char *run_folder);
 
-// Path of the newest complete checkpoint of a run; false if there is none. Says on log, if that is not NULL, which newer
-// ones it skipped and why.
+// Path of the newest complete checkpoint of a run; false if there is none. Says on log, if that is not NULL, which
+// newer ones it skipped and why.
 bool checkpoint_newest(const char *run_folder, char *path, size_t size, FILE *log);
 
 // The model's sizes. The training-only constants that config.json has no key for stay as they are.
 bool checkpoint_read_config(const char *folder, struct config *config, char *error, size_t error_size);
 
 // Weights and bias from any Hugging Face folder of this model, F32, F16 or BF16, in one file or many; masters get the
-// same values. MTP modules beyond config->mtp_depth are left out. Ends the program (exit 2) when a tensor is missing, has another shape, or is not one of the model's.
+// same values. MTP modules beyond config->mtp_depth are left out. Ends the program (exit 2) when a tensor is missing,
+// has another shape, or is not one of the model's.
 void checkpoint_load_weights(const char *folder, struct checkpoint *c);
 
-// Everything, as it was saved: masters, moments, bias, progress and seed, weights from the masters. options becomes a new
-// object for the caller to delete, or NULL if none were saved. Ends the program (exit 2) when the folder is not complete
-// or not of this model.
+// Everything, as it was saved: masters, moments, bias, progress and seed, weights from the masters. options becomes a
+// new object for the caller to delete, or NULL if none were saved. Ends the program (exit 2) when the folder is not
+// complete or not of this model.
 void checkpoint_load_state(const char *folder, struct checkpoint *c);
 
 #endif

@@ -16,10 +16,10 @@ struct cJSON *hf_config_to_json(const struct config *c, int end_of_text, const c
 // The content of generation_config.json.
 struct cJSON *hf_generation_config_to_json(int end_of_text);
 
-// Sets the members of c that json, as parsed from a file, has keys for; bias_rate and mtp_weight stay as they are, and so
-// does balance_alpha when aux_loss_alpha is missing. Returns false, with the key and what was found and wanted in error,
-// when a key is missing or wrong or asks for something that this model is not. The sizes may still contradict each other:
-// config_validate.
+// Sets the members of c that json, as parsed from a file, has keys for; bias_rate and mtp_weight stay as they are, and
+// so does balance_alpha when aux_loss_alpha is missing. Returns false, with the key and what was found and wanted in
+// error, when a key is missing or wrong or asks for something that this model is not. The sizes may still contradict
+// each other: config_validate.
 bool hf_config_from_json(struct config *c, const struct cJSON *json, char *error, size_t error_size);
 
 #endif

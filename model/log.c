@@ -121,47 +121,62 @@ static void append_duration(struct line *line, double seconds) {
         append(line, "%ldh%02ldm", s / 3600, s % 3600 / 60);
 }
 
-void log_step(struct run_log *log, const struct trainer *t, const struct step_report *r, double seconds) {
-    const struct options *o = &t->options;
-    double tokens_per_second = (double)(trainer_sequences_per_step(o) * o->seq) / seconds;
-    double mfu = tokens_per_second * log->flops_per_token / log->peak_flops;
-    if (log->started == 0) log->started = log_now() - seconds;
-    double per_step = (log_now() - log->started) / (double)(r->step - log->first_step);
-    double eta = per_step * (double)(o->steps - r->step);
-    bool moe = config_blocks(&o->model) > o->model.dense_layers;
+// What a step's duration says.
+struct rates {
+    double seconds, tokens_per_second, mfu, eta;
+};
 
+static struct rates rates_of(struct run_log *log, const struct options *o, const struct step_report *r,
+                             double seconds) {
+    if (log->started == 0) log->started = log_now() - seconds;
+    double tokens_per_second = (double)(trainer_sequences_per_step(o) * o->seq) / seconds;
+    double per_step = (log_now() - log->started) / (double)(r->step - log->first_step);
+    return (struct rates){seconds, tokens_per_second, tokens_per_second * log->flops_per_token / log->peak_flops,
+                          per_step * (double)(o->steps - r->step)};
+}
+
+static bool has_moe(const struct options *o) { return model_moe_blocks(&o->model) > 0; }
+
+static void print_step(const struct options *o, const struct step_report *r, struct rates rates) {
     struct line line = {0};
     int width = snprintf(NULL, 0, "%lld", (long long)o->steps);
     append(&line, "step %*lld/%lld | loss %7.4f", width, (long long)r->step, (long long)o->steps, r->loss);
     if (o->model.mtp_depth) append(&line, " | mtp %7.4f", r->mtp);
-    if (moe) append(&line, " | bal %.2e", r->balance);
+    if (has_moe(o)) append(&line, " | bal %.2e", r->balance);
     append(&line, " | norm %7.3f | lr %.2e", r->norm, r->lr);
-    if (moe) append(&line, " | load max/mean %5.2f dead %3d", r->load_max_over_mean, r->dead);
-    append(&line, " | %8.1f ms | %7.1fK tok/s | mfu %5.1f%% (causal) | data %5.1f%% | %6.2f GiB | eta ", 1e3 * seconds,
-           tokens_per_second / 1e3, 100 * mfu, 100 * r->data_seconds / seconds, resident_gib());
-    append_duration(&line, eta);
+    if (has_moe(o)) append(&line, " | load max/mean %5.2f dead %3d", r->load_max_over_mean, r->dead);
+    append(&line, " | %8.1f ms | %7.1fK tok/s | mfu %5.1f%% (causal) | data %5.1f%% | %6.2f GiB | eta ",
+           1e3 * rates.seconds, rates.tokens_per_second / 1e3, 100 * rates.mfu, 100 * r->data_seconds / rates.seconds,
+           resident_gib());
+    append_duration(&line, rates.eta);
     puts(line.text);
     fflush(stdout);
+}
+
+void log_step(struct run_log *log, const struct trainer *t, const struct step_report *r, double seconds) {
+    const struct options *o = &t->options;
+    struct rates rates = rates_of(log, o, r, seconds);
+    print_step(o, r, rates);
 
     cJSON *json = cJSON_CreateObject();
     add_number(json, "step", (double)r->step);
     add_number(json, "loss", r->loss);
     if (o->model.mtp_depth) add_number(json, "mtp_loss", r->mtp);
-    if (moe) add_number(json, "balance_loss", r->balance);
+    if (has_moe(o)) add_number(json, "balance_loss", r->balance);
     add_number(json, "grad_norm", r->norm);
     add_number(json, "lr", r->lr);
-    if (moe) {
+    if (has_moe(o)) {
         add_number(json, "load_max_over_mean", r->load_max_over_mean);
         add_number(json, "dead_experts", r->dead);
     }
     add_number(json, "tokens", (double)t->tokens);
     add_number(json, "epoch", (double)data_epoch(t->data, DATA_TRAIN, (uint64_t)(t->sequences - 1)));
-    add_number(json, "seconds", seconds);
-    add_number(json, "tokens_per_second", tokens_per_second);
-    add_number(json, "mfu_causal", mfu);
+    add_number(json, "seconds", rates.seconds);
+    add_number(json, "tokens_per_second", rates.tokens_per_second);
+    add_number(json, "mfu_causal", rates.mfu);
     add_number(json, "data_seconds", r->data_seconds);
     add_number(json, "resident_gib", resident_gib());
-    add_number(json, "eta_seconds", eta);
+    add_number(json, "eta_seconds", rates.eta);
     write_json(log, json);
 }
 

@@ -15,8 +15,8 @@ struct run_log {
     int64_t first_step;
 };
 
-// Opens FOLDER/log.jsonl. A run that starts at step > 0 keeps the lines of earlier steps and drops later ones, so that no
-// step appears twice.
+// Opens FOLDER/log.jsonl. A run that starts at step > 0 keeps the lines of earlier steps and drops later ones, so that
+// no step appears twice.
 void log_open(struct run_log *log, const struct trainer *t, const char *folder);
 void log_close(struct run_log *log);
 

@@ -120,8 +120,8 @@ static void block_backward(struct model *m, int block, real *dx, int B, int T, i
     mla_backward(m, block, dx, B, T);
 }
 
-// MTP depth k. dx comes as the gradient of the module's output from depth k + 1 (if deeper) and leaves as the gradient of
-// the hidden state it continues; for k = 1 that is added to heads[0].d_normed instead.
+// MTP depth k. dx comes as the gradient of the module's output from depth k + 1 (if deeper) and leaves as the gradient
+// of the hidden state it continues; for k = 1 that is added to heads[0].d_normed instead.
 static void mtp_backward(struct model *m, int k, int B, int T, int64_t sequences) {
     const struct config *c = &m->config;
     int block = c->layers + k - 1, N = B * T, H = c->hidden;

@@ -1,8 +1,8 @@
 // The model: weights, gradients and activations, and the passes over one micro-batch.
 //
-// A pass works on B sequences of T tokens. Its tokens come from the host as [B, T + 1 + D], D the MTP depth: column t is
-// the input at position t, column t + 1 its target, column t + 1 + k the target of MTP depth k. A token of -1 is masked:
-// as an input it embeds as zero, as a target it does not count.
+// A pass works on B sequences of T tokens. Its tokens come from the host as [B, T + 1 + D], D the MTP depth: column t
+// is the input at position t, column t + 1 its target, column t + 1 + k the target of MTP depth k. A token of -1 is
+// masked: as an input it embeds as zero, as a target it does not count.
 #ifndef MOK_MODEL_MODEL_H
 #define MOK_MODEL_MODEL_H
 

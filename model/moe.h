@@ -10,8 +10,8 @@
 // y, residual [N, H]; x, ids and gates are those in the block's activations (ffn_norm, ids, gates).
 void moe_forward(struct model *m, int block, real *y, const real *residual, int N);
 
-// From dy [N, H]: dx [N, H] (written; the router's part is added by the caller), d_gates [N, K], and the weight gradients
-// of routed and shared experts (added).
+// From dy [N, H]: dx [N, H] (written; the router's part is added by the caller), d_gates [N, K], and the weight
+// gradients of routed and shared experts (added).
 void moe_backward(struct model *m, int block, real *dx, accum *d_gates, const real *dy, int N);
 
 #endif

@@ -2,8 +2,8 @@
 //
 // Weights, gradients, master weights and the two moments are five flat arrays of the same length and order, so one
 // table describes them all. Dense tensors come first, routed experts last, because they are reduced and sharded over
-// different ranks. For the matrix products, the gate and up rows of one FFN stand behind each other (W13 [2I, H]) and the
-// down projection is stored transposed (W2 [I, H]), one expert behind the other; a file has them in Hugging Face's
+// different ranks. For the matrix products, the gate and up rows of one FFN stand behind each other (W13 [2I, H]) and
+// the down projection is stored transposed (W2 [I, H]), one expert behind the other; a file has them in Hugging Face's
 // orientation ([H, I]), which params_export and params_import take care of.
 #ifndef MOK_MODEL_PARAMS_H
 #define MOK_MODEL_PARAMS_H
@@ -68,8 +68,8 @@ size_t params_total(const struct params *p);
 void params_export(float *file, const float *flat, const struct param *p);
 void params_import(float *flat, const float *file, const struct param *p);
 
-// Fills flat host weights: matrices normal with standard deviation std, norms one. Every element depends on (seed, name,
-// position in the file's orientation) alone, not on the order of tensors or the number of ranks.
+// Fills flat host weights: matrices normal with standard deviation std, norms one. Every element depends on (seed,
+// name, position in the file's orientation) alone, not on the order of tensors or the number of ranks.
 void params_init(float *flat, const struct params *p, double std, uint64_t seed);
 
 #endif

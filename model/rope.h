@@ -5,7 +5,8 @@
 #include "kernels/types.h"
 #include "model/config.h"
 
-// Frequency of pair j (dims 2j, 2j+1): theta^(-2j/dr), stretched by YaRN where it is on (arXiv 2309.00071, section 3.2).
+// Frequency of pair j (dims 2j, 2j+1): theta^(-2j/dr), stretched by YaRN where it is on (arXiv 2309.00071, section
+// 3.2).
 double rope_frequency(const struct config *c, int pair);
 // The pairs between which YaRN blends from "as trained" (below low) to "divided by factor" (above high).
 void rope_yarn_range(const struct config *c, int *low, int *high);

@@ -9,8 +9,8 @@
 #include "model/params.h"
 #include "model/safetensors.h"
 
-// A flat device array whose tensors are called NAME + suffix in a file. Writing takes weights, or values when weights is
-// NULL; reading fills both that are not NULL.
+// A flat device array whose tensors are called NAME + suffix in a file. Writing takes weights, or values when weights
+// is NULL; reading fills both that are not NULL.
 struct shard_array {
     const char *suffix;
     real *weights;
@@ -48,8 +48,8 @@ bool shards_read(struct shards *s, const struct params *p, const struct shard_ar
                  bool exact, char *error, size_t error_size);
 bool shards_read_bias(struct shards *s, const struct config *c, accum *bias, bool exact, char *error,
                       size_t error_size);
-// False when the files hold a tensor that nothing was loaded from. MTP modules beyond mtp_depth may be there, and what is
-// no parameter: copies of embedding and head beside an MTP module, rotary frequencies.
+// False when the files hold a tensor that nothing was loaded from. MTP modules beyond mtp_depth may be there, and what
+// is no parameter: copies of embedding and head beside an MTP module, rotary frequencies.
 bool shards_check_used(struct shards *s, const struct config *c, char *error, size_t error_size);
 
 #endif

@@ -1,7 +1,8 @@
 // Training state and the optimizer step.
 //
 // A step takes the next tokens_per_step / seq sequences of the training data in their global order, in micro-batches of
-// `batch`. Losses are divided by the counts of the whole step, so the cut into micro-batches does not change the result.
+// `batch`. Losses are divided by the counts of the whole step, so the cut into micro-batches does not change the
+// result.
 #ifndef MOK_MODEL_TRAINER_H
 #define MOK_MODEL_TRAINER_H
 
@@ -55,8 +56,8 @@ int64_t trainer_sequences_per_step(const struct options *o);
 // One optimizer step: zero gradients, accumulate over micro-batches, clip, update weights and selection bias.
 struct step_report trainer_step(struct trainer *t);
 
-// The two halves of it. accumulate fills gradients and counts; update applies them, or with a loss or gradient norm that is
-// not finite leaves weights, moments, bias and step as they were.
+// The two halves of it. accumulate fills gradients and counts; update applies them, or with a loss or gradient norm
+// that is not finite leaves weights, moments, bias and step as they were.
 void trainer_accumulate(struct trainer *t, struct step_report *report);
 void trainer_update(struct trainer *t, struct step_report *report);
 

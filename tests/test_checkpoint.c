@@ -37,8 +37,8 @@ static void model_init(struct model *m, const struct config *config) {
     m->c.bias = zeros(BIASES);
 }
 
-// Numbers of every size, but padding stays zero as in training. Biases near 7 differ in their last bits: saved in 16 bits
-// they would become a handful of values (sglang pull 31213).
+// Numbers of every size, but padding stays zero as in training. Biases near 7 differ in their last bits: saved in 16
+// bits they would become a handful of values (sglang pull 31213).
 static void model_fill(struct model *m, uint64_t seed) {
     accum *arrays[] = {m->c.master, m->c.m, m->c.v};
     for (int i = 0; i < m->params.count; i++) {

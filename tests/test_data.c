@@ -481,8 +481,8 @@ static void test_stories_are_the_same_on_every_machine(void **state) {
     data_close(d);
 }
 
-// Half of the windows begin with a story (behind its end of text), the others somewhere inside one; after that come whole
-// stories.
+// Half of the windows begin with a story (behind its end of text), the others somewhere inside one; after that come
+// whole stories.
 static void test_story_windows_begin_with_a_story_or_inside_one(void **state) {
     (void)state;
     enum { N = 4000, WINDOWS = 200 };

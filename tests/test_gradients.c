@@ -1,5 +1,5 @@
-// The whole model against central differences, in double precision (the same sources with a double real): every tensor's
-// gradient on its own, for several configurations that together switch every branch on and off.
+// The whole model against central differences, in double precision (the same sources with a double real): every
+// tensor's gradient on its own, for several configurations that together switch every branch on and off.
 #include "tests/test.h"
 
 #include <omp.h>

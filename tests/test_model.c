@@ -401,8 +401,8 @@ static void mtp_of_weight_zero_trains_the_main_model_as_without_mtp(void **state
 }
 
 // The module continues the state behind the final norm (as released code does; the concatenation has the embedding
-// first). A channel that the final norm switches off is then zero there, and the column of eh_proj that reads it gets no
-// gradient at all, while the same channel of the embedding's half does.
+// first). A channel that the final norm switches off is then zero there, and the column of eh_proj that reads it gets
+// no gradient at all, while the same channel of the embedding's half does.
 static void mtp_reads_the_hidden_state_after_the_final_norm(void **state) {
     (void)state;
     enum { CHANNEL = 5 };

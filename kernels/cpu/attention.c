@@ -1,5 +1,5 @@
-// Causal attention for MLA heads, as a few matrix products per head and block of queries. Scores of one block exist at a
-// time, never [T, T]; the backward pass computes them again from the stored log-sum-exp.
+// Causal attention for MLA heads, as a few matrix products per head and block of queries. Scores of one block exist at
+// a time, never [T, T]; the backward pass computes them again from the stored log-sum-exp.
 #include <math.h>
 #include <string.h>
 
@@ -10,8 +10,8 @@
 
 enum { QUERY_BLOCK = 64 };
 
-// One head of one sequence. Keys and values are also kept transposed, because packing a transpose anew for every block of
-// queries would cost as much as the product.
+// One head of one sequence. Keys and values are also kept transposed, because packing a transpose anew for every block
+// of queries would cost as much as the product.
 struct head {
     struct view q;                         // [T, dq]
     struct view keys, keys_transposed;     // [T, dq], [dq, T]

@@ -35,8 +35,8 @@ static _Thread_local real packed_b[TILE_N * KC] __attribute__((aligned(64)));
 static int min_int(int a, int b) { return a < b ? a : b; }
 static int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
-// Copies `rows` rows of m, at most width, into a panel [depth][width]; missing rows are zero. Inlined, so that width is a
-// constant in every copy.
+// Copies `rows` rows of m, at most width, into a panel [depth][width]; missing rows are zero. Inlined, so that width is
+// a constant in every copy.
 static inline __attribute__((always_inline)) void pack_panel(real *restrict out, struct view m, int rows, int depth,
                                                              const int width) {
     const real *restrict from = m.data;

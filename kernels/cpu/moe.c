@@ -1,4 +1,5 @@
-// Dispatch and combine where all experts are on this device: counting, placement, gather, and the sum over a token's slots.
+// Dispatch and combine where all experts are on this device: counting, placement, gather, and the sum over a token's
+// slots.
 #include <string.h>
 
 #include "kernels/kernels.h"
