@@ -50,7 +50,7 @@ train: $(CPU)/train
 RUN ?= runs/tiny
 run: setup
 	@$(MAKE) --no-print-directory train
-	./train --preset tiny --out $(RUN) --overwrite --sample-tokens 400 $(RUN_FLAGS)
+	./train --preset tiny --out $(RUN) --overwrite $(RUN_FLAGS)
 
 # ---- objects: build/cpu (float) and build/double (the same sources with a double real) ----
 

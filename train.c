@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "data/data.h"
+#include "kernels/clock.h"
 #include "kernels/fail.h"
 #include "kernels/kernels.h"
 #include "model/checkpoint.h"
@@ -20,7 +21,10 @@
 #include "model/trainer.h"
 
 static volatile sig_atomic_t stop_requested;
-static void request_stop(int signal_number) { stop_requested = signal_number; }
+static void request_stop(int signal_number) {
+    stop_requested = signal_number;
+    signal(signal_number, SIG_DFL); // a second one does not wait for the step to end
+}
 
 // The number of a closed standard stream goes to the next file that is opened, and messages would end in that file.
 // A read-only stand-in keeps the number, and writing to it still fails.
@@ -82,12 +86,12 @@ static void train_loop(struct trainer *t, struct run_log *log) {
     const struct options *o = &t->options;
     if (o->sample_tokens && t->step == 0) generate_print_sample(&t->model, o, "before training");
     while (t->step < o->steps && !stop_requested) {
-        double start = log_now();
+        double start = clock_seconds();
         struct step_report report = trainer_step(t);
         if (!report.finite) stop_not_finite(t, &report);
-        log_step(log, t, &report, log_now() - start);
+        log_step(log, t, &report, clock_seconds() - start);
         if (o->log_moe_every && t->step % o->log_moe_every == 0) log_moe(log, t);
-        if (is_due(o->eval_every, t->step, o)) log_eval(log, t, trainer_evaluate(t, o->eval_batches));
+        if (is_due(o->eval_every, t->step, o)) log_eval(log, t, trainer_evaluate(t, o->eval_sequences));
         if (is_due(o->save_every, t->step, o)) save(t);
         if (o->sample_every && t->step % o->sample_every == 0 && t->step < o->steps)
             generate_print_sample(&t->model, o, "in between");
@@ -109,7 +113,7 @@ static void train(struct options *o, const struct data *data) {
     if (from[0]) trainer_restore(&t, from);
     if (t.step >= o->steps)
         printf("found step %lld done, and --steps %lld: nothing to do\n", (long long)t.step, (long long)o->steps);
-    run_folder_write_config(o);
+    run_folder_begin(o);
     log_open(&log, &t, o->out);
     signal(SIGINT, request_stop);
     signal(SIGTERM, request_stop);

@@ -9,7 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "data/random.h"
+#include "kernels/random.h"
 #include "data/stories.h"
 #include "data/tokenizer.h"
 #include "kernels/fail.h"

@@ -16,7 +16,7 @@
 #include <string.h>
 #include <strings.h>
 
-#include "data/random.h"
+#include "kernels/random.h"
 #include "kernels/fail.h"
 
 // ---- words ----

@@ -8,7 +8,7 @@
 
 enum { STORIES_MAX_BYTES = 2048 };
 
-// Writes the next story of the stream rng (data/random.h) to out [STORIES_MAX_BYTES] and returns its bytes: ASCII, one
+// Writes the next story of the stream rng (kernels/random.h) to out [STORIES_MAX_BYTES] and returns its bytes: ASCII, one
 // paragraph of 60 to 150 words, no final zero or newline.
 size_t stories_write(uint64_t *rng, char *out);
 

@@ -5,10 +5,10 @@
 //   - All matrices are row-major. N rows are tokens (batch times time). Shapes stand beside the pointers.
 //   - Pointers are device memory from device_alloc unless the comment says host.
 //   - A "_backward" writes (=) activation gradients unless it says it adds, and always adds (+=) weight gradients.
-//   - Every element of a matrix product is one chain of multiply-adds in ascending k; a sum inside one row (norm,
-//     softmax) has a fixed order too. The bits of an output depend on its own inputs only, never on the number of
-//     threads, the number of other rows, or where a block begins.
-//     (For finite inputs: a masked term is a product with zero, so a NaN may reach rows that should not see it.)
+//   - Operations run in the order of their calls. Results in host memory are complete on return, and the host side of a
+//     copy may then be used again.
+//   - Every sum has a fixed order: the same inputs give the same bits on every run. kernels/cpu promises more: for finite
+//     inputs the bits of an output depend on its own inputs only, never on the number of threads or of other rows.
 //   - Sizes of zero are allowed; a sum over nothing is zero.
 //   - Products of sizes are size_t; a single size is an int.
 //   - Equations are numbered as in the DeepSeek-V3 paper (arXiv 2412.19437) where the comment says "V3 eq.".
@@ -48,7 +48,7 @@ size_t device_memory_bytes(void);
 // ---- matrix products ----
 
 // y = x w^T + add       y, add [M, N]   x [M, K]   w [N, K]      add may be NULL (nothing) or y itself (accumulate).
-// The sum starts from add, then k ascends.
+// Summed in accum, starting from add, and rounded to real once.
 void matmul_nt(real *y, const real *x, const real *w, int M, int N, int K, const real *add);
 // y = x w + add         y, add [M, N]   x [M, K]   w [K, N]
 void matmul_nn(real *y, const real *x, const real *w, int M, int N, int K, const real *add);
@@ -56,10 +56,11 @@ void matmul_nn(real *y, const real *x, const real *w, int M, int N, int K, const
 void matmul_tn(accum *dw, const real *a, const real *b, int M, int N, int K);
 
 // The same three for E experts at once. Rows of expert e are offsets[e] .. offsets[e+1]-1 (offsets [E + 1], in device
-// memory); w and dw hold the experts' matrices one after the other. An expert without rows leaves its dw as it is.
-void grouped_matmul_nt(real *y, const real *x, const real *w, const int *offsets, int E, int N, int K);
-void grouped_matmul_nn(real *y, const real *x, const real *w, const int *offsets, int E, int N, int K);
-void grouped_matmul_tn(accum *dw, const real *a, const real *b, const int *offsets, int E, int M, int N);
+// memory; the host knows only that offsets[E] <= rows); w and dw hold the experts' matrices one after the other. Rows
+// behind the last expert's are not written; an expert without rows leaves its dw as it is.
+void grouped_matmul_nt(real *y, const real *x, const real *w, const int *offsets, int rows, int E, int N, int K);
+void grouped_matmul_nn(real *y, const real *x, const real *w, const int *offsets, int rows, int E, int N, int K);
+void grouped_matmul_tn(accum *dw, const real *a, const real *b, const int *offsets, int rows, int E, int M, int N);
 
 // ---- embedding, norm, rotary position ----
 
@@ -109,11 +110,11 @@ void attention_backward(real *dq, real *dkv, real *dkr, int dkr_stride, const re
 void swiglu_forward(real *hidden, const real *gate_up, const accum *gates, const int *slot_of_row, int rows, int I);
 // d_gate_up [rows, 2I] from d_hidden [rows, I]; hidden [rows, I] is computed again for the down projection's weight
 // gradient. With gates: d_gates[slot_of_row[r]] = <d_hidden, silu(g) u>, taken before the weight, so that a zero
-// weight still gets its gradient. d_gates may be NULL when gates is.
+// weight still gets its gradient; d_gates of slots without a row are not written. d_gates may be NULL when gates is.
 void swiglu_backward(real *d_gate_up, real *hidden, accum *d_gates, const real *d_hidden, const real *gate_up,
                      const accum *gates, const int *slot_of_row, int rows, int I);
 
-// ---- router (V3 eq. 12 to 16; FP32 from start to end) ----
+// ---- router (V3 eq. 12 to 16; operands widened, products, sums and results in accum) ----
 
 struct router_shape {
     int experts, top_k;
@@ -127,17 +128,20 @@ void router_score(accum *scores, const real *x, const real *w, int N, int E, int
 // ids [N, K]: the K largest of scores + bias among the best groups, largest first, ties to the lower id. A group's rank
 // is the sum of its two largest biased scores; experts of other groups are out of the running whatever their sign.
 // gates [N, K]: scale * s / (sum of the selected s + 1e-20); without normalize, scale * s. bias [E]
-void router_select(int32_t *ids, accum *gates, const accum *scores, const accum *bias, int N,
+// tokens [N] or NULL: a token of -1 is masked and goes to no expert; its ids are -1, its gates 0.
+void router_select(int32_t *ids, accum *gates, const accum *scores, const accum *bias, const int32_t *tokens, int N,
                    struct router_shape shape);
 // counts[e] += number of ids equal to e, ids -1 not counted.   ids [N*K] as n entries   counts [E], 64-bit
 void router_count(int64_t *counts, const int32_t *ids, size_t n, int E);
 // Sequence-wise balance loss (V3 eq. 17 to 20): f_i = E/(K T) * tokens whose plain top-K of scores has i;
-// P_i = mean over the sequence of s_i / sum_j s_j.
-// f [B, E]   loss [B] receives sum_i f_i P_i, not yet multiplied by alpha   scores [B*T, E]
-void router_balance(accum *f, accum *loss, const accum *scores, int B, int T, struct router_shape shape);
+// P_i = mean over the sequence of s_i / sum_j s_j. Masked tokens are left out, of T too.
+// f [B, E]   loss [B] receives sum_i f_i P_i, not yet multiplied by alpha   scores [B*T, E]   tokens [B*T] or NULL
+void router_balance(accum *f, accum *loss, const accum *scores, const int32_t *tokens, int B, int T,
+                    struct router_shape shape);
 // Gradient of gates and balance loss through sigmoid and matmul:
 //   dw += dz^T x,   dx += dz w,   dz [N, E] is written (the caller's scratch).
-// d_gates [N, K]; f [B, E] of router_balance with N = B*T; balance_scale = alpha / (sequences averaged over * T).
+// d_gates [N, K], not read for masked tokens (ids -1), whose dz is 0; f [B, E] of router_balance with N = B*T;
+// balance_scale = alpha / sequences averaged over.
 // x [N, H]   dx [N, H]   w, dw [E, H]
 void router_backward(real *dx, accum *dw, accum *dz, const accum *d_gates, const accum *scores, const int32_t *ids,
                      const accum *f, double balance_scale, const real *x, const real *w, int B, int T, int H,
@@ -166,13 +170,14 @@ void moe_combine(real *y, const real *rows, const int *row_of_slot, const real *
 // logits [rows, V]   loss [rows]   targets [rows]
 void cross_entropy(real *logits, accum *loss, const int32_t *targets, int rows, int V, bool want_gradient,
                    double scale);
-// Host result: sum of n values in ascending order, in double.
+// ---- sums to the host ----
+
+// Sum of n values, in double.
 double device_sum(const accum *values, size_t n);
+// Sum of squares of n values, in double. NaN and infinity survive.
+double device_sum_squares(const accum *values, size_t n);
 
 // ---- optimizer ----
-
-// Host result: sum of squares of n values, in double; the same for any number of threads. NaN and infinity survive.
-double device_sum_squares(const accum *values, size_t n);
 
 struct adamw {
     double lr, beta1, beta2, eps, weight_decay;

@@ -8,9 +8,9 @@
 #include "model/rope.h"
 
 enum {
-    ALIGNMENT = 256,        // bytes, of every buffer
-    LOGIT_CHUNK = 1 << 24,  // elements of logits held at once
-    LOGIT_CHUNK_ROWS = 128, // but never fewer rows than this
+    ALIGNMENT = 256,         // bytes, of every buffer
+    LOGIT_CHUNK = 1 << 24,   // elements of logits held at once,
+    LOGIT_CHUNK_ROWS = 1024, // but never fewer rows than this: every chunk reads and writes the head's whole gradient
 };
 
 // Hands out pieces of the arena; with base NULL it only counts.
@@ -20,7 +20,14 @@ struct layout {
 };
 
 static void *take(struct layout *l, const char *name, size_t count, size_t size) {
-    size_t bytes = (count * size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    size_t bytes, total;
+    if (__builtin_mul_overflow(count, size, &bytes) || __builtin_add_overflow(bytes, ALIGNMENT - 1, &bytes) ||
+        __builtin_add_overflow(l->table->bytes, bytes, &total))
+        fail_user("--batch",
+                  "found an activation buffer %s that no memory can hold; lower --batch, --seq or the model's "
+                  "sizes",
+                  name);
+    bytes = bytes / ALIGNMENT * ALIGNMENT;
     void *piece = l->base ? l->base + l->table->bytes : NULL;
     l->table->bytes += bytes;
     if (bytes == 0) return NULL;
@@ -100,7 +107,7 @@ static void lay_out_heads(struct layout *l, struct activations *a, const struct 
     size_t rows = V ? max_size(LOGIT_CHUNK / V, LOGIT_CHUNK_ROWS) : N;
     a->logit_rows = (int)(rows < N ? rows : N);
     TAKE(a, logits, (size_t)a->logit_rows * V);
-    TAKE(a, losses, N);
+    TAKE(a, losses, ((size_t)c->mtp_depth + 1) * N);
 }
 
 static void lay_out_backward(struct layout *l, struct activations *a, const struct config *c, size_t N, size_t ffn,
@@ -122,7 +129,7 @@ static void lay_out_backward(struct layout *l, struct activations *a, const stru
     TAKE(a, d_expert_hidden, routes * m);
     TAKE(a, d_rows, routes * H);
     TAKE(a, d_gates, routes);
-    TAKE(a, d_logits, any_moe ? N * (size_t)c->experts : 0);
+    TAKE(a, d_scores, any_moe ? N * (size_t)c->experts : 0);
     TAKE(a, d_concat, c->mtp_depth ? N * 2 * H : 0);
 }
 
@@ -140,10 +147,10 @@ static void lay_out(struct layout *l, struct activations *a, const struct config
     TAKE(a, output, N * H);
     lay_out_heads(l, a, c, N, training);
     TAKE(a, angles, (size_t)seq * (size_t)c->rope_dim);
-    TAKE(a, balance, any_moe ? (size_t)batch : 0);
+    TAKE(a, balance, (size_t)(config_blocks(c) - c->dense_layers) * (size_t)batch);
     size_t routes = any_moe ? N * (size_t)c->top_k : 0;
     size_t ffn = max_size(any_dense ? (size_t)c->intermediate : 0, any_moe ? (size_t)config_shared_intermediate(c) : 0);
-    TAKE(a, hidden, N * ffn);
+    TAKE(a, ffn_hidden, N * ffn);
     TAKE(a, shared_out, any_moe && c->shared_experts ? N * H : 0);
     TAKE(a, expert_hidden, routes * (size_t)c->expert_intermediate);
     TAKE(a, expert_rows, routes * H);

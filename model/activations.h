@@ -53,17 +53,17 @@ struct head_activations {
 struct activations {
     void *arena;
     size_t bytes;
-    int batch, seq;                   // capacity: batch * seq tokens in sequences of any length up to seq
+    int batch, seq;                   // capacity: at most batch sequences of at most seq tokens
     struct block_activations *blocks; // [config_blocks]
     struct head_activations *heads;   // [mtp_depth + 2]; the last one has ids only
     real *output;                     // [N, H] residual stream after the last layer
     accum *angles;                    // [T, dr]
     int logit_rows;                   // rows of one chunk of logits
     real *logits;                     // [logit_rows, V]
-    accum *losses;                    // [N]
-    accum *balance;                   // [B]
+    accum *losses;                    // [heads, N]
+    accum *balance;                   // [MoE blocks, B]
     // used and used again by every block
-    real *hidden;        // [N, max(I, Sm)]
+    real *ffn_hidden;    // [N, max(I, Sm)]
     real *shared_out;    // [N, H]
     real *expert_hidden; // [N*K, m]
     real *expert_rows;   // [N*K, H]
@@ -76,7 +76,7 @@ struct activations {
     real *d_expert_gate_up;     // [N*K, 2m]
     real *d_expert_hidden;      // [N*K, m]
     real *d_rows;               // [N*K, H]
-    accum *d_gates, *d_logits;  // [N, K], [N, E]
+    accum *d_gates, *d_scores;  // [N, K], [N, E]
     real *d_concat;             // [N, 2H]
 };
 

@@ -4,6 +4,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -303,6 +304,17 @@ bool checkpoint_read_config(const char *folder, struct config *config, char *err
     return read;
 }
 
+int checkpoint_trained_length(const char *folder) {
+    char path[FILE_PATH], error[FILE_ERROR];
+    file_path(path, folder, trainer_name);
+    struct cJSON *json = file_read_json(path, error, sizeof error);
+    const struct cJSON *options = cJSON_GetObjectItemCaseSensitive(json, "options");
+    const struct cJSON *seq = cJSON_GetObjectItemCaseSensitive(options, "seq");
+    int length = cJSON_IsNumber(seq) && seq->valuedouble >= 1 && seq->valuedouble <= INT_MAX ? seq->valueint : 0;
+    cJSON_Delete(json);
+    return length;
+}
+
 void checkpoint_load_weights(const char *folder, struct checkpoint *c) {
     char error[FILE_ERROR];
     struct shards model;
@@ -315,11 +327,17 @@ void checkpoint_load_weights(const char *folder, struct checkpoint *c) {
     shards_close(&model);
 }
 
+void checkpoint_load_progress(const char *folder, struct checkpoint *c) {
+    char error[FILE_ERROR];
+    if (!is_complete(folder, error, sizeof error) || !read_trainer(c, folder, error, sizeof error))
+        fail_user("checkpoint", "cannot resume: %s", error);
+}
+
 void checkpoint_load_state(const char *folder, struct checkpoint *c) {
     char error[FILE_ERROR];
     struct shards model, state;
     struct shard_array arrays[] = {{".master", c->weights, c->master}, {".m", NULL, c->m}, {".v", NULL, c->v}};
-    if (!is_complete(folder, error, sizeof error) || !read_trainer(c, folder, error, sizeof error) ||
+    if (!is_complete(folder, error, sizeof error) ||
         !shards_open(&model, folder, "model", c->config, error, sizeof error) ||
         !shards_open(&state, folder, "state", c->config, error, sizeof error) ||
         !shards_read_bias(&model, c->config, c->bias, true, error, sizeof error) ||

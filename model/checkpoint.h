@@ -50,14 +50,21 @@ bool checkpoint_newest(const char *run_folder, char *path, size_t size, FILE *lo
 // The model's sizes. The training-only constants that config.json has no key for stay as they are.
 bool checkpoint_read_config(const char *folder, struct config *config, char *error, size_t error_size);
 
+// Tokens per sequence of the run that saved a checkpoint, from its options; 0 where there are none (a folder of other
+// origin).
+int checkpoint_trained_length(const char *folder);
+
 // Weights and bias from any Hugging Face folder of this model, F32, F16 or BF16, in one file or many; masters get the
 // same values. MTP modules beyond config->mtp_depth are left out. Ends the program (exit 2) when a tensor is missing,
 // has another shape, or is not one of the model's.
 void checkpoint_load_weights(const char *folder, struct checkpoint *c);
 
-// Everything, as it was saved: masters, moments, bias, progress and seed, weights from the masters. options becomes a
-// new object for the caller to delete, or NULL if none were saved. Ends the program (exit 2) when the folder is not
-// complete or not of this model.
+// step, sequences, tokens, seed and options of a complete checkpoint; options becomes a new object for the caller to
+// delete, or NULL if none were saved. Ends the program (exit 2) when the folder is not complete.
+void checkpoint_load_progress(const char *folder, struct checkpoint *c);
+
+// The state as it was saved: masters, moments and bias, weights from the masters. Ends the program (exit 2) when the
+// folder is not complete or not of this model.
 void checkpoint_load_state(const char *folder, struct checkpoint *c);
 
 #endif

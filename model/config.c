@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "kernels/fail.h"
+#include "model/rope.h"
 
 static bool has_moe(const struct config *c) { return config_is_moe(c, config_blocks(c) - 1); }
 
@@ -67,8 +68,8 @@ static void check_constants(const struct config *c) {
 static void check_layers(const struct config *c) {
     const int most = 1 << 16;
     if (c->layers < 1 || c->layers > most) fail_user("--layers", "found %d, wanted 1 to %d", c->layers, most);
-    if (c->mtp_depth < 0 || c->mtp_depth > most)
-        fail_user("--mtp-depth", "found %d, wanted 0 to %d", c->mtp_depth, most);
+    if (c->mtp_depth < 0 || c->mtp_depth > MTP_MAX)
+        fail_user("--mtp-depth", "found %d, wanted 0 to %d", c->mtp_depth, MTP_MAX);
     if (c->dense_layers < 0 || c->dense_layers > c->layers)
         fail_user("--dense-layers", "found %d, wanted 0 to --layers %d", c->dense_layers, c->layers);
 }
@@ -157,7 +158,7 @@ void config_validate(const struct config *c) {
 double config_attention_scale(const struct config *c) {
     double scale = 1 / sqrt(config_query_dim(c));
     if (c->yarn.factor > 1) {
-        double mscale = 1 + 0.1 * c->yarn.mscale_all_dim * log(c->yarn.factor);
+        double mscale = rope_yarn_scale(c->yarn.factor, c->yarn.mscale_all_dim);
         scale *= mscale * mscale;
     }
     return scale;

@@ -14,6 +14,8 @@ struct yarn {
     double mscale, mscale_all_dim;
 };
 
+enum { MTP_MAX = 4 }; // modules at most
+
 struct config {
     int vocab;               // vocab_size; 0 until the data has said it
     int hidden;              // hidden_size

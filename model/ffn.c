@@ -7,8 +7,8 @@ static void dense_forward(struct model *m, int block, real *out, int N) {
     const struct block_activations *a = &m->acts.blocks[block];
     int H = m->config.hidden, I = m->config.intermediate;
     matmul_nt(a->gate_up, a->ffn_norm, m->weights + w->w13, N, 2 * I, H, NULL);
-    swiglu_forward(m->acts.hidden, a->gate_up, NULL, NULL, N, I);
-    matmul_nn(out, m->acts.hidden, m->weights + w->w2, N, H, I, a->middle);
+    swiglu_forward(m->acts.ffn_hidden, a->gate_up, NULL, NULL, N, I);
+    matmul_nn(out, m->acts.ffn_hidden, m->weights + w->w2, N, H, I, a->middle);
 }
 
 // d_norm = gradient of the normed input
@@ -18,26 +18,26 @@ static void dense_backward(struct model *m, int block, real *d_norm, const real 
     const struct activations *s = &m->acts;
     int H = m->config.hidden, I = m->config.intermediate;
     matmul_nt(s->d_hidden, dy, m->weights + w->w2, N, I, H, NULL);
-    swiglu_backward(s->d_gate_up, s->hidden, NULL, s->d_hidden, a->gate_up, NULL, NULL, N, I);
-    matmul_tn(m->grads + w->w2, s->hidden, dy, I, H, N);
+    swiglu_backward(s->d_gate_up, s->ffn_hidden, NULL, s->d_hidden, a->gate_up, NULL, NULL, N, I);
+    matmul_tn(m->grads + w->w2, s->ffn_hidden, dy, I, H, N);
     matmul_tn(m->grads + w->w13, s->d_gate_up, a->ffn_norm, 2 * I, H, N);
     matmul_nn(d_norm, s->d_gate_up, m->weights + w->w13, N, H, 2 * I, NULL);
 }
 
-// Scores, choice, gates and balance loss of one block.
-static double route(struct model *m, int block, int B, int T, bool count) {
+// Scores, choice, gates and balance losses of one block.
+static void route(struct model *m, int block, const int32_t *tokens, int B, int T, bool count) {
     const struct config *c = &m->config;
     const struct block_activations *a = &m->acts.blocks[block];
     struct router_shape shape = model_router_shape(c);
     int N = B * T;
     router_score(a->scores, a->ffn_norm, m->weights + m->params.blocks[block].router, N, c->experts, c->hidden);
-    router_select(a->ids, a->gates, a->scores, model_bias(m, block), N, shape);
+    router_select(a->ids, a->gates, a->scores, model_bias(m, block), tokens, N, shape);
     if (count) router_count(model_counts(m, block), a->ids, (size_t)N * (size_t)c->top_k, c->experts);
-    router_balance(a->balance_f, m->acts.balance, a->scores, B, T, shape);
-    return device_sum(m->acts.balance, (size_t)B);
+    accum *losses = m->acts.balance + (size_t)(block - c->dense_layers) * (size_t)B;
+    router_balance(a->balance_f, losses, a->scores, tokens, B, T, shape);
 }
 
-double ffn_forward(struct model *m, int block, real *out, int B, int T, bool count) {
+void ffn_forward(struct model *m, int block, real *out, const int32_t *tokens, int B, int T, bool count) {
     const struct config *c = &m->config;
     const struct block_activations *a = &m->acts.blocks[block];
     int N = B * T, H = c->hidden;
@@ -45,11 +45,10 @@ double ffn_forward(struct model *m, int block, real *out, int B, int T, bool cou
                     c->rms_eps);
     if (!config_is_moe(c, block)) {
         dense_forward(m, block, out, N);
-        return 0;
+        return;
     }
-    double balance = route(m, block, B, T, count);
+    route(m, block, tokens, B, T, count);
     moe_forward(m, block, out, a->middle, N);
-    return balance;
 }
 
 void ffn_backward(struct model *m, int block, real *dx, int B, int T, int64_t sequences) {
@@ -60,10 +59,9 @@ void ffn_backward(struct model *m, int block, real *dx, int B, int T, int64_t se
     int N = B * T, H = c->hidden;
     if (config_is_moe(c, block)) {
         moe_backward(m, block, d_norm, m->acts.d_gates, dx, N);
-        double balance_scale = c->balance_alpha / ((double)sequences * T);
-        router_backward(d_norm, m->grads + w->router, m->acts.d_logits, m->acts.d_gates, a->scores, a->ids,
-                        a->balance_f, balance_scale, a->ffn_norm, m->weights + w->router, B, T, H,
-                        model_router_shape(c));
+        router_backward(d_norm, m->grads + w->router, m->acts.d_scores, m->acts.d_gates, a->scores, a->ids,
+                        a->balance_f, c->balance_alpha / (double)sequences, a->ffn_norm, m->weights + w->router, B, T,
+                        H, model_router_shape(c));
     } else {
         dense_backward(m, block, d_norm, dx, N);
     }

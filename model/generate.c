@@ -8,14 +8,12 @@
 
 #include "data/tokenizer.h"
 #include "kernels/fail.h"
+#include "kernels/random.h"
 #include "model/checkpoint.h"
 
-// Uniform in [0, 1) from (seed, position): splitmix64.
+// Uniform in [0, 1), from (seed, position) alone.
 static double uniform_at(uint64_t seed, uint64_t position) {
-    uint64_t z = (seed ^ 0xd1b54a32d192ed03ull) + (position + 1) * 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return (double)((z ^ (z >> 31)) >> 11) * 0x1p-53;
+    return random_uniform(random_mix(random_mix(seed) + position));
 }
 
 int generate_pick(const float *logits, int V, double temperature, double u) {
@@ -65,6 +63,17 @@ void generate_print_sample(struct model *m, const struct options *o, const char 
     free(tokens);
 }
 
+// Tokens that the model of a checkpoint is shown at once: --seq, or what the run was trained with, or as many as the model
+// is meant for, within reason.
+static int context_of(const struct options *o, const struct config *c, const char *from) {
+    enum { REASONABLE = 1024 };
+    int seq = o->seq, trained = checkpoint_trained_length(from);
+    if (seq == 0) seq = trained > 0 ? trained : c->max_positions < REASONABLE ? c->max_positions : REASONABLE;
+    if (seq > c->max_positions)
+        fail_user("--seq", "found %d, wanted at most the %d positions of the model in %s", seq, c->max_positions, from);
+    return seq;
+}
+
 static void open_saved_model(struct model *m, const struct options *o) {
     struct config c = o->model;
     char newest[OPTION_TEXT + 32], error[512];
@@ -76,7 +85,7 @@ static void open_saved_model(struct model *m, const struct options *o) {
                   TOKENIZER_BYTE_VOCAB);
     c.mtp_depth = 0; // sampling does not use it
     config_validate(&c);
-    model_open(m, &c, 1, o->seq, false);
+    model_open(m, &c, 1, context_of(o, &c, from), false);
     struct checkpoint checkpoint = {.config = &c, .params = &m->params, .weights = m->weights, .bias = m->bias};
     checkpoint_load_weights(from, &checkpoint);
 }

@@ -7,17 +7,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
-#include <time.h>
 #include <unistd.h>
 
+#include "kernels/clock.h"
 #include "kernels/fail.h"
 #include "model/plan.h"
-
-double log_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 // ---- the JSON file ----
 
@@ -105,7 +99,8 @@ static void append(struct line *line, const char *format, ...) {
     if (written > 0) line->length += (size_t)written < room ? (size_t)written : room - 1;
 }
 
-static double resident_gib(void) {
+// The most that this process has held so far.
+static double peak_memory_gib(void) {
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
     return (double)usage.ru_maxrss / (1024.0 * 1024.0);
@@ -128,9 +123,9 @@ struct rates {
 
 static struct rates rates_of(struct run_log *log, const struct options *o, const struct step_report *r,
                              double seconds) {
-    if (log->started == 0) log->started = log_now() - seconds;
+    if (log->started == 0) log->started = clock_seconds() - seconds;
     double tokens_per_second = (double)(trainer_sequences_per_step(o) * o->seq) / seconds;
-    double per_step = (log_now() - log->started) / (double)(r->step - log->first_step);
+    double per_step = (clock_seconds() - log->started) / (double)(r->step - log->first_step);
     return (struct rates){seconds, tokens_per_second, tokens_per_second * log->flops_per_token / log->peak_flops,
                           per_step * (double)(o->steps - r->step)};
 }
@@ -147,7 +142,7 @@ static void print_step(const struct options *o, const struct step_report *r, str
     if (has_moe(o)) append(&line, " | load max/mean %5.2f dead %3d", r->load_max_over_mean, r->dead);
     append(&line, " | %8.1f ms | %7.1fK tok/s | mfu %5.1f%% (causal) | data %5.1f%% | %6.2f GiB | eta ",
            1e3 * rates.seconds, rates.tokens_per_second / 1e3, 100 * rates.mfu, 100 * r->data_seconds / rates.seconds,
-           resident_gib());
+           peak_memory_gib());
     append_duration(&line, rates.eta);
     puts(line.text);
     fflush(stdout);
@@ -175,7 +170,7 @@ void log_step(struct run_log *log, const struct trainer *t, const struct step_re
     add_number(json, "tokens_per_second", rates.tokens_per_second);
     add_number(json, "mfu_causal", rates.mfu);
     add_number(json, "data_seconds", r->data_seconds);
-    add_number(json, "resident_gib", resident_gib());
+    add_number(json, "peak_memory_gib", peak_memory_gib());
     add_number(json, "eta_seconds", rates.eta);
     write_json(log, json);
 }
@@ -196,8 +191,9 @@ void log_moe(struct run_log *log, const struct trainer *t) {
     cJSON *json = cJSON_CreateObject(), *blocks = NULL;
     add_number(json, "step", (double)t->step);
     blocks = cJSON_AddArrayToObject(json, "moe_blocks");
+    struct moe_load *loads = trainer_loads(t);
     for (int block = c->dense_layers; block < config_blocks(c); block++) {
-        struct moe_load load = trainer_load(t, block);
+        struct moe_load load = loads[block - c->dense_layers];
         printf("moe block %d | load max/mean %.2f min/mean %.2f entropy %.3f dead %d | bias %.4f to %.4f\n", block,
                load.max_over_mean, load.min_over_mean, load.entropy, load.dead, load.bias_min, load.bias_max);
         cJSON *row = cJSON_CreateObject();
@@ -210,6 +206,7 @@ void log_moe(struct run_log *log, const struct trainer *t) {
         add_number(row, "bias_max", load.bias_max);
         cJSON_AddItemToArray(blocks, row);
     }
+    free(loads);
     fflush(stdout);
     write_json(log, json);
 }

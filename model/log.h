@@ -28,7 +28,4 @@ void log_moe(struct run_log *log, const struct trainer *t);
 // The resolved options, several in a line.
 void log_print_options(FILE *file, const struct options *o);
 
-// Monotonic seconds.
-double log_now(void);
-
 #endif

@@ -15,9 +15,12 @@ void model_open(struct model *m, const struct config *c, int batch, int seq, boo
     m->bias = device_alloc(sizeof(accum) * model_bias_size(c));
     m->counts = device_alloc(sizeof(int64_t) * model_bias_size(c));
     activations_alloc(&m->acts, c, batch, seq, training);
+    m->ids = malloc(sizeof *m->ids * (size_t)batch * (size_t)seq);
+    if (!m->ids) fail_internal("model", "found no memory for %d x %d tokens", batch, seq);
 }
 
 void model_close(struct model *m) {
+    free(m->ids);
     activations_free(&m->acts);
     device_free(m->counts);
     device_free(m->bias);
@@ -46,31 +49,31 @@ static void load_tokens(struct model *m, struct batch batch) {
     if (batch.T > a->seq || (size_t)batch.B * batch.T > (size_t)a->batch * a->seq || batch.B > a->batch)
         fail_internal("model", "found a batch of %d x %d tokens, wanted at most %d x %d", batch.B, batch.T, a->batch,
                       a->seq);
-    for (int b = 0; b < batch.B; b++)
-        for (int k = 0; k <= D + 1; k++)
-            device_copy_in(a->heads[k].ids + (size_t)b * batch.T, batch.tokens + (size_t)b * columns + k,
-                           sizeof(int32_t) * (size_t)batch.T);
+    size_t row = sizeof(int32_t) * (size_t)batch.T;
+    for (int k = 0; k <= D + 1; k++) {
+        for (int b = 0; b < batch.B; b++)
+            memcpy(m->ids + (size_t)b * batch.T, batch.tokens + (size_t)b * columns + k, row);
+        device_copy_in(a->heads[k].ids, m->ids, row * (size_t)batch.B);
+    }
 }
 
 // ---- forward ----
 
-static double block_forward(struct model *m, int block, real *out, int B, int T, bool count) {
+static void block_forward(struct model *m, int block, real *out, const int32_t *tokens, int B, int T, bool count) {
     mla_forward(m, block, B, T);
-    return ffn_forward(m, block, out, B, T, count);
+    ffn_forward(m, block, out, tokens, B, T, count);
 }
 
-// Layers and final norm: heads[0].normed. Returns the balance sum.
-static double layers_forward(struct model *m, int B, int T, bool count) {
+// Layers and final norm: heads[0].normed.
+static void layers_forward(struct model *m, int B, int T, bool count) {
     const struct config *c = &m->config;
     struct activations *a = &m->acts;
-    double balance = 0;
     int N = B * T, H = c->hidden;
     embedding_forward(a->blocks[0].input, m->weights + m->params.embedding, a->heads[0].ids, N, H);
     for (int l = 0; l < c->layers; l++)
-        balance += block_forward(m, l, l + 1 < c->layers ? a->blocks[l + 1].input : a->output, B, T, count);
+        block_forward(m, l, l + 1 < c->layers ? a->blocks[l + 1].input : a->output, a->heads[0].ids, B, T, count);
     rmsnorm_forward(a->heads[0].normed, H, a->heads[0].rstd, a->output, H, m->weights + m->params.final_norm, N, H,
                     c->rms_eps);
-    return balance;
 }
 
 // The hidden state that MTP depth k (from 1) continues: after the final norm for the first, the block's output later.
@@ -79,7 +82,7 @@ static const real *mtp_hidden(const struct model *m, int k) {
 }
 
 // MTP depth k: heads[k].normed (V3 eq. 21 to 23).
-static double mtp_forward(struct model *m, int k, int B, int T, bool count) {
+static void mtp_forward(struct model *m, int k, int B, int T, bool count) {
     const struct config *c = &m->config;
     int block = c->layers + k - 1, N = B * T, H = c->hidden;
     const struct block_offsets *w = &m->params.blocks[block];
@@ -89,28 +92,37 @@ static double mtp_forward(struct model *m, int k, int B, int T, bool count) {
     rmsnorm_forward(a->concat, 2 * H, a->embedded_rstd, a->embedded, H, m->weights + w->enorm, N, H, c->rms_eps);
     rmsnorm_forward(a->concat + H, 2 * H, a->hidden_rstd, mtp_hidden(m, k), H, m->weights + w->hnorm, N, H, c->rms_eps);
     matmul_nt(a->input, a->concat, m->weights + w->eh_proj, N, H, 2 * H, NULL);
-    double balance = block_forward(m, block, a->output, B, T, count);
+    block_forward(m, block, a->output, head->ids, B, T, count);
     rmsnorm_forward(head->normed, H, head->rstd, a->output, H, m->weights + w->head_norm, N, H, c->rms_eps);
-    return balance;
 }
 
 // Head and cross-entropy of heads[k], one chunk of logits at a time. With gradient: d_normed is written, the head's
-// weight gradient added, both multiplied by scale. Returns the sum of the losses.
-static double head_loss(struct model *m, int k, int N, bool gradient, double scale) {
+// weight gradient added, both multiplied by scale. The N losses stand behind those of the heads before it.
+static void head_loss(struct model *m, int k, int N, bool gradient, double scale) {
     struct activations *a = &m->acts;
     struct head_activations *head = &a->heads[k];
     const real *w = m->weights + m->params.head;
+    accum *losses = a->losses + (size_t)k * (size_t)N;
     int H = m->config.hidden, V = m->config.vocab;
     for (int first = 0; first < N; first += a->logit_rows) {
         int rows = N - first < a->logit_rows ? N - first : a->logit_rows;
         const real *normed = head->normed + (size_t)first * H;
         matmul_nt(a->logits, normed, w, rows, V, H, NULL);
-        cross_entropy(a->logits, a->losses + first, a->heads[k + 1].ids + first, rows, V, gradient, scale);
+        cross_entropy(a->logits, losses + first, a->heads[k + 1].ids + first, rows, V, gradient, scale);
         if (!gradient) continue;
         matmul_nn(head->d_normed + (size_t)first * H, a->logits, w, rows, H, V, NULL);
         matmul_tn(m->grads + m->params.head, a->logits, normed, V, H, rows);
     }
-    return device_sum(a->losses, (size_t)N);
+}
+
+// What the passes left in losses and balance.
+static struct losses sum_losses(const struct model *m, int B, int T) {
+    struct losses sums = {0};
+    size_t N = (size_t)B * (size_t)T;
+    for (int k = 0; k <= m->config.mtp_depth; k++)
+        sums.cross_entropy[k] = device_sum(m->acts.losses + (size_t)k * N, N);
+    sums.balance = device_sum(m->acts.balance, (size_t)model_moe_blocks(&m->config) * (size_t)B);
+    return sums;
 }
 
 // ---- backward ----
@@ -155,29 +167,27 @@ static void layers_backward(struct model *m, int B, int T, int64_t sequences) {
 // ---- passes ----
 
 struct losses model_evaluate(struct model *m, struct batch batch) {
-    struct losses sums = {0};
     int B = batch.B, T = batch.T, D = m->config.mtp_depth;
     load_tokens(m, batch);
-    sums.balance = layers_forward(m, B, T, false);
-    for (int k = 1; k <= D; k++) sums.balance += mtp_forward(m, k, B, T, false);
-    for (int k = 0; k <= D; k++) sums.cross_entropy[k] = head_loss(m, k, B * T, false, 0);
-    return sums;
+    layers_forward(m, B, T, false);
+    for (int k = 1; k <= D; k++) mtp_forward(m, k, B, T, false);
+    for (int k = 0; k <= D; k++) head_loss(m, k, B * T, false, 0);
+    return sum_losses(m, B, T);
 }
 
 struct losses model_gradient(struct model *m, struct batch batch, const struct step_totals *totals) {
-    struct losses sums = {0};
     int B = batch.B, T = batch.T, D = m->config.mtp_depth;
     load_tokens(m, batch);
-    sums.balance = layers_forward(m, B, T, true);
-    for (int k = 1; k <= D; k++) sums.balance += mtp_forward(m, k, B, T, true);
+    layers_forward(m, B, T, true);
+    for (int k = 1; k <= D; k++) mtp_forward(m, k, B, T, true);
     for (int k = 0; k <= D; k++) {
         double weight = k == 0 ? 1 : m->config.mtp_weight / D;
         double targets = totals->targets[k] > 0 ? (double)totals->targets[k] : 1;
-        sums.cross_entropy[k] = head_loss(m, k, B * T, true, weight / targets);
+        head_loss(m, k, B * T, true, weight / targets);
     }
     for (int k = D; k >= 1; k--) mtp_backward(m, k, B, T, totals->sequences);
     layers_backward(m, B, T, totals->sequences);
-    return sums;
+    return sum_losses(m, B, T);
 }
 
 void model_logits(struct model *m, const int32_t *tokens, int T, int first, float *logits) {

@@ -2,7 +2,7 @@
 //
 // A pass works on B sequences of T tokens. Its tokens come from the host as [B, T + 1 + D], D the MTP depth: column t
 // is the input at position t, column t + 1 its target, column t + 1 + k the target of MTP depth k. A token of -1 is
-// masked: as an input it embeds as zero, as a target it does not count.
+// masked: as an input it embeds as zero and goes to no expert, as a target it does not count.
 #ifndef MOK_MODEL_MODEL_H
 #define MOK_MODEL_MODEL_H
 
@@ -10,8 +10,6 @@
 #include "model/activations.h"
 #include "model/config.h"
 #include "model/params.h"
-
-enum { MTP_MAX = 4 };
 
 struct model {
     struct config config;
@@ -21,9 +19,10 @@ struct model {
     accum *bias;     // [MoE blocks, E] selection bias
     int64_t *counts; // [MoE blocks, E] routes since the counts were zeroed
     struct activations acts;
+    int32_t *ids; // host [N], tokens on their way to the device
 };
 
-// Allocates everything for micro-batches of up to batch x seq tokens. Weights are zero until they are set.
+// Allocates everything for micro-batches of at most batch sequences of at most seq tokens. Weights are zero until they are set.
 void model_open(struct model *m, const struct config *c, int batch, int seq, bool training);
 void model_close(struct model *m);
 

@@ -64,7 +64,7 @@ static const struct flag flags[] = {
 
     {BATCH, "steps", "N", MEMBER(steps), 1, MANY, FREE, "optimizer steps"},
     {BATCH, "batch", "N", MEMBER(batch), 1, MANY, FIXED, "sequences in memory at once (a micro-batch)"},
-    {BATCH, "seq", "N", MEMBER(seq), 1, MANY, FIXED, "tokens per sequence"},
+    {BATCH, "seq", "N", MEMBER(seq), 1, MANY, FIXED, "tokens per sequence; with --generate: of the context, else what the checkpoint was trained with"},
     {BATCH, "tokens-per-step", "N", MEMBER(tokens_per_step), 0, MANY, FIXED, "tokens per optimizer step, a multiple of --batch x --seq; 0: one micro-batch"},
     {BATCH, "seed", "N", MEMBER(seed), 0, MANY, FIXED, "of first weights, order of data, and samples"},
 
@@ -82,7 +82,7 @@ static const struct flag flags[] = {
     {OUTPUT, "save-every", "N", MEMBER(save_every), 0, MANY, FREE, "steps between checkpoints; 0: never"},
     {OUTPUT, "keep", "N", MEMBER(keep), 0, MANY, FREE, "newest checkpoints that are kept; 0: all"},
     {OUTPUT, "eval-every", "N", MEMBER(eval_every), 0, MANY, FREE, "steps between evaluations; 0: never"},
-    {OUTPUT, "eval-batches", "N", MEMBER(eval_batches), 1, MANY, FREE, "micro-batches of one evaluation"},
+    {OUTPUT, "eval-sequences", "N", MEMBER(eval_sequences), 1, MANY, FREE, "sequences of one evaluation"},
     {OUTPUT, "sample-every", "N", MEMBER(sample_every), 0, MANY, FREE, "steps between samples of text; 0: never"},
     {OUTPUT, "sample-tokens", "N", MEMBER(sample_tokens), 0, MANY, FREE, "length of these samples; 0: none"},
     {OUTPUT, "log-moe-every", "N", MEMBER(log_moe_every), 0, MANY, FREE, "steps between the log's lines on each MoE layer; 0: never"},
@@ -312,9 +312,9 @@ bool options_set_preset(struct options *o, const char *name) {
         .eval_every = p->eval_every,
         .sample_every = p->sample_every,
         .log_moe_every = 100,
-        .eval_batches = 8,
+        .eval_sequences = 64,
         .keep = 3,
-        .sample_tokens = 200,
+        .sample_tokens = p->sample_tokens,
         .temperature = 0.8,
     };
     snprintf(o->preset, sizeof o->preset, "%s", name);
@@ -350,6 +350,9 @@ static void check_batch(const struct options *o) {
                   "found %" PRId64 ", wanted a multiple of --batch %d x --seq %d = %" PRId64 "; the nearest is %s",
                   tokens, o->batch, o->seq, micro, nearest);
     }
+    if (tokens / o->seq > INT_MAX)
+        fail_user("--tokens-per-step", "found %" PRId64 " with --seq %d, wanted at most %d sequences", tokens, o->seq,
+                  INT_MAX);
     if (__builtin_mul_overflow(tokens ? tokens : micro, o->steps, &all))
         fail_user("--steps", "found %" PRId64 " of %" PRId64 " tokens each, wanted fewer than 2^63 tokens in all",
                   o->steps, tokens ? tokens : micro);
@@ -471,9 +474,10 @@ void options_parse(struct options *o, int argc, char **argv) {
     }
     if (!given(values, "warmup") && o->warmup > o->steps) o->warmup = o->steps;
     if (!given(values, "min-lr") && o->min_lr > o->lr) o->min_lr = o->lr;
+    if (o->generate && !given(values, "seq")) o->seq = 0;
 
     check_modes(o, given(values, "prompt"), given(values, "temperature"));
-    check_batch(o);
+    if (!o->generate) check_batch(o);
     check_rate(o);
 }
 

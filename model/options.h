@@ -23,7 +23,7 @@ struct options {
 
     int64_t steps;           // optimizer steps
     int batch;               // sequences per rank and micro-batch
-    int seq;                 // tokens per sequence
+    int seq;                 // tokens per sequence; with generate 0: as the checkpoint
     int64_t tokens_per_step; // global tokens per optimizer step; 0: one micro-batch
     uint64_t seed;
 
@@ -34,7 +34,7 @@ struct options {
     double weight_decay, clip, beta1, beta2, adam_eps;
 
     int64_t save_every, eval_every, sample_every, log_moe_every; // steps; 0: never
-    int eval_batches;
+    int eval_sequences;
     int keep;          // checkpoints kept; 0: all
     int sample_tokens; // length of the samples during training; 0: none
 

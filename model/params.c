@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "kernels/fail.h"
+#include "kernels/random.h"
 
 const char *const param_kind_names[PARAM_KINDS] = {
     [PARAM_EMBEDDING] = "embedding",
@@ -149,6 +150,13 @@ void params_free(struct params *p) {
     *p = (struct params){0};
 }
 
+size_t params_largest(const struct params *p) {
+    size_t largest = 0;
+    for (int i = 0; i < p->count; i++)
+        if (param_size(&p->list[i]) > largest) largest = param_size(&p->list[i]);
+    return largest;
+}
+
 size_t params_total(const struct params *p) {
     size_t total = 0;
     for (int i = 0; i < p->count; i++) total += param_size(&p->list[i]);
@@ -157,28 +165,30 @@ size_t params_total(const struct params *p) {
 
 // ---- between memory and file ----
 
-// Where element i of the file's orientation lies in memory, counted from the tensor's first element.
-static size_t memory_index(const struct param *p, size_t i) {
-    if (!p->transposed) return i;
-    size_t rows = (size_t)p->rows, cols = (size_t)p->cols;
-    return i % cols * rows + i / cols;
+// to [cols, rows] = transpose of from [rows, cols], in squares that stay in the cache.
+static void transpose(float *to, const float *from, size_t rows, size_t cols) {
+    enum { SQUARE = 32 };
+    for (size_t i0 = 0; i0 < rows; i0 += SQUARE)
+        for (size_t j0 = 0; j0 < cols; j0 += SQUARE)
+            for (size_t i = i0; i < rows && i < i0 + SQUARE; i++)
+                for (size_t j = j0; j < cols && j < j0 + SQUARE; j++) to[j * rows + i] = from[i * cols + j];
 }
 
-void params_export(float *file, const float *flat, const struct param *p) {
-    for (size_t i = 0; i < param_size(p); i++) file[i] = flat[p->offset + memory_index(p, i)];
+void params_export(float *file, const float *memory, const struct param *p) {
+    if (p->transposed)
+        transpose(file, memory, (size_t)p->cols, (size_t)p->rows);
+    else
+        memcpy(file, memory, param_size(p) * sizeof *file);
 }
 
-void params_import(float *flat, const float *file, const struct param *p) {
-    for (size_t i = 0; i < param_size(p); i++) flat[p->offset + memory_index(p, i)] = file[i];
+void params_import(float *memory, const float *file, const struct param *p) {
+    if (p->transposed)
+        transpose(memory, file, (size_t)p->rows, (size_t)p->cols);
+    else
+        memcpy(memory, file, param_size(p) * sizeof *memory);
 }
 
 // ---- first values ----
-
-static uint64_t mix(uint64_t z) { // the finalizer of splitmix64
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-}
 
 static uint64_t hash_name(const char *name) { // FNV-1a
     uint64_t hash = 0xcbf29ce484222325ull;
@@ -188,21 +198,13 @@ static uint64_t hash_name(const char *name) { // FNV-1a
 
 // Number i of the stream that key names: normal with mean 0 and standard deviation 1 (Box-Muller).
 static double normal_at(uint64_t key, uint64_t i) {
-    const uint64_t golden = 0x9e3779b97f4a7c15ull; // steps of splitmix64, so that any position can be reached at once
-    double u = (double)((mix(key + (2 * i + 1) * golden) >> 11) + 1) * 0x1p-53; // (0, 1]
-    double v = (double)(mix(key + (2 * i + 2) * golden) >> 11) * 0x1p-53;       // [0, 1)
-    return sqrt(-2.0 * log(u)) * cos(6.283185307179586 * v);
+    double u = 1 - random_uniform(random_mix(key + 2 * i)), v = random_uniform(random_mix(key + 2 * i + 1));
+    return sqrt(-2.0 * log(u)) * cos(6.283185307179586 * v); // u in (0, 1]
 }
 
-void params_init(float *flat, const struct params *p, double std, uint64_t seed) {
-    memset(flat, 0, p->size * sizeof *flat); // the padding
-    for (int t = 0; t < p->count; t++) {
-        const struct param *tensor = &p->list[t];
-        float *memory = flat + tensor->offset;
-        bool norm = tensor->cols == 0;
-        uint64_t key = mix(hash_name(tensor->name) + mix(seed));
+void params_init(float *file, const struct param *p, double std, uint64_t seed) {
+    bool norm = p->cols == 0;
+    uint64_t key = random_mix(hash_name(p->name) + random_mix(seed));
 #pragma omp parallel for
-        for (size_t i = 0; i < param_size(tensor); i++)
-            memory[memory_index(tensor, i)] = norm ? 1.0f : (float)(std * normal_at(key, i));
-    }
+    for (size_t i = 0; i < param_size(p); i++) file[i] = norm ? 1.0f : (float)(std * normal_at(key, i));
 }

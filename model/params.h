@@ -64,12 +64,15 @@ void params_free(struct params *p);
 // Parameters that exist, without padding.
 size_t params_total(const struct params *p);
 
-// Copies one tensor between a flat host array (memory orientation) and a contiguous buffer in file orientation.
-void params_export(float *file, const float *flat, const struct param *p);
-void params_import(float *flat, const float *file, const struct param *p);
+// Elements of the largest tensor.
+size_t params_largest(const struct params *p);
 
-// Fills flat host weights: matrices normal with standard deviation std, norms one. Every element depends on (seed,
-// name, position in the file's orientation) alone, not on the order of tensors or the number of ranks.
-void params_init(float *flat, const struct params *p, double std, uint64_t seed);
+// One tensor (host, contiguous) between its orientation in memory and in a file. The two may not overlap.
+void params_export(float *file, const float *memory, const struct param *p);
+void params_import(float *memory, const float *file, const struct param *p);
+
+// First values of one tensor (host, contiguous) in the file's orientation: matrices normal with standard deviation std,
+// norms one. Every element depends on (seed, name, position) alone, not on other tensors or the number of ranks.
+void params_init(float *file, const struct param *p, double std, uint64_t seed);
 
 #endif

@@ -13,6 +13,7 @@ struct preset {
     int64_t tokens_per_step, steps, warmup; // tokens_per_step 0: one micro-batch
     double lr, min_lr;
     int64_t save_every, eval_every, sample_every;
+    int sample_tokens; // every sampled token costs a forward pass over its context
 };
 
 extern const struct preset presets[];

@@ -1,7 +1,6 @@
 #include "model/run_folder.h"
 
 #include <cjson/cJSON.h>
-#include <dirent.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -41,16 +40,14 @@ void run_folder_open(const struct options *o, char *from, size_t size) {
     if (o->resume) {
         if (!checkpoint_newest(o->out, from, size, stderr))
             printf("no complete checkpoint in %s: starting at the beginning\n", o->out);
-    } else if (o->overwrite) {
-        checkpoint_remove_all(o->out);
-    } else if (holds_run(o->out)) {
+    } else if (!o->overwrite && holds_run(o->out)) {
         fail_user("--out",
                   "found a run in %s; give --resume to go on with it, --overwrite to start again, or another --out",
                   o->out);
     }
 }
 
-void run_folder_write_config(const struct options *o) {
+static void write_config(const struct options *o) {
     char path[OPTION_TEXT + 32], temporary[OPTION_TEXT + 40];
     snprintf(path, sizeof path, "%s/config.json", o->out);
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
@@ -62,4 +59,9 @@ void run_folder_write_config(const struct options *o) {
     if (!written || rename(temporary, path) != 0) fail_user("--out", "cannot write %s: %s", path, strerror(errno));
     free(text);
     cJSON_Delete(json);
+}
+
+void run_folder_begin(const struct options *o) {
+    if (o->overwrite) checkpoint_remove_all(o->out);
+    write_config(o);
 }

@@ -8,14 +8,14 @@
 
 // Makes the folder (its parents too) or checks the one that is there.
 //   no run in it           used as it is
-//   a run, --overwrite     its checkpoints are removed, nothing else; log_open starts the log anew
+//   a run, --overwrite     accepted; run_folder_begin makes room
 //   a run, --resume        from [size] receives the newest complete checkpoint
 //   a run, neither         refused (exit 2)
 // from is empty when the run starts at the beginning; with --resume a line says so.
 void run_folder_open(const struct options *o, char *from, size_t size);
 
-// Writes config.json, the resolved options. Called once nothing can refuse the run any more: a refused --resume leaves
-// the old one alone.
-void run_folder_write_config(const struct options *o);
+// Makes the folder this run's: with --overwrite removes the old one's checkpoints (and nothing else; log_open starts the
+// log anew), and writes config.json, the resolved options. Called once memory and --resume can refuse nothing any more.
+void run_folder_begin(const struct options *o);
 
 #endif

@@ -37,9 +37,7 @@ struct scratch {
 };
 
 static struct scratch scratch_alloc(const struct params *p) {
-    size_t most = 1;
-    for (int i = 0; i < p->count; i++)
-        if (param_size(&p->list[i]) > most) most = param_size(&p->list[i]);
+    size_t most = params_largest(p);
     struct scratch s = {malloc(most * sizeof *s.memory), malloc(most * sizeof *s.file)};
     if (!s.memory || !s.file) fail_internal("checkpoint", "no memory for two tensors of %zu elements", most);
     return s;
@@ -48,13 +46,6 @@ static struct scratch scratch_alloc(const struct params *p) {
 static void scratch_free(struct scratch *s) {
     free(s->memory);
     free(s->file);
-}
-
-// The same parameter in an array that holds nothing else.
-static struct param alone(const struct param *p) {
-    struct param copy = *p;
-    copy.offset = 0;
-    return copy;
 }
 
 // ---- writing ----
@@ -97,8 +88,7 @@ static bool append_param(struct safetensors_writer *w, const struct param *p, co
         device_real_to_float(s->memory, array->weights + p->offset, size);
     else
         device_accum_to_float(s->memory, array->values + p->offset, size);
-    struct param one = alone(p);
-    params_export(s->file, s->memory, &one);
+    params_export(s->file, s->memory, p);
     return safetensors_append(w, s->file, size * sizeof *s->file, error, error_size);
 }
 
@@ -288,8 +278,7 @@ static bool read_param(struct shards *s, const struct param *p, const struct sha
     int rank = param_shape(p, shape);
     snprintf(name, sizeof name, "%s%s", p->name, array->suffix);
     if (!read_tensor(s, name, shape, rank, exact, scratch->file, error, error_size)) return false;
-    struct param one = alone(p);
-    params_import(scratch->memory, scratch->file, &one);
+    params_import(scratch->memory, scratch->file, p);
     if (array->weights) device_real_from_float(array->weights + p->offset, scratch->memory, param_size(p));
     if (array->values) device_accum_from_float(array->values + p->offset, scratch->memory, param_size(p));
     return true;

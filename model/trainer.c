@@ -4,16 +4,10 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
+#include "kernels/clock.h"
 #include "kernels/fail.h"
 #include "model/schedule.h"
-
-static double seconds_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static int window_length(const struct options *o) { return o->seq + 1 + o->model.mtp_depth; }
 
@@ -21,14 +15,21 @@ int64_t trainer_sequences_per_step(const struct options *o) {
     return o->tokens_per_step ? o->tokens_per_step / o->seq : o->batch;
 }
 
+// One tensor at a time, so that host memory never holds the model a second time.
 static void initialise_weights(struct trainer *t) {
     const struct params *p = &t->model.params;
-    float *host = calloc(p->size, sizeof *host);
-    if (!host) fail_internal("weights", "found no host memory for %zu floats", p->size);
-    params_init(host, p, t->options.model.init_std, t->options.seed);
-    device_real_from_float(t->model.weights, host, p->size);
-    device_accum_from_float(t->master, host, p->size);
-    free(host);
+    size_t largest = params_largest(p);
+    float *file = malloc(sizeof *file * largest), *memory = malloc(sizeof *memory * largest);
+    if (!file || !memory) fail_internal("weights", "found no memory for two tensors of %zu floats", largest);
+    for (int i = 0; i < p->count; i++) {
+        const struct param *tensor = &p->list[i];
+        params_init(file, tensor, t->options.model.init_std, t->options.seed);
+        params_import(memory, file, tensor);
+        device_real_from_float(t->model.weights + tensor->offset, memory, param_size(tensor));
+        device_accum_from_float(t->master + tensor->offset, memory, param_size(tensor));
+    }
+    free(file);
+    free(memory);
 }
 
 void trainer_open(struct trainer *t, const struct options *o, const struct data *data) {
@@ -70,9 +71,10 @@ static void check_same_run(const struct trainer *t, const char *folder, const st
 
 void trainer_restore(struct trainer *t, const char *folder) {
     struct checkpoint c = trainer_checkpoint(t);
-    checkpoint_load_state(folder, &c);
-    if (c.options) check_same_run(t, folder, c.options);
+    checkpoint_load_progress(folder, &c);
+    if (c.options) check_same_run(t, folder, c.options); // before the tensors, whose shapes the settings explain
     cJSON_Delete(c.options);
+    checkpoint_load_state(folder, &c);
     t->step = c.step;
     t->sequences = c.sequences;
     t->tokens = c.tokens;
@@ -89,11 +91,12 @@ static void report_losses(struct trainer *t, struct step_report *report, struct 
 }
 
 static void report_loads(const struct trainer *t, struct step_report *report) {
-    for (int block = t->options.model.dense_layers; block < config_blocks(&t->options.model); block++) {
-        struct moe_load load = trainer_load(t, block);
-        if (load.max_over_mean > report->load_max_over_mean) report->load_max_over_mean = load.max_over_mean;
-        report->dead += load.dead;
+    struct moe_load *loads = trainer_loads(t);
+    for (int i = 0; i < model_moe_blocks(&t->options.model); i++) {
+        if (loads[i].max_over_mean > report->load_max_over_mean) report->load_max_over_mean = loads[i].max_over_mean;
+        report->dead += loads[i].dead;
     }
+    free(loads);
 }
 
 void trainer_accumulate(struct trainer *t, struct step_report *report) {
@@ -101,10 +104,10 @@ void trainer_accumulate(struct trainer *t, struct step_report *report) {
     const struct config *c = &o->model;
     int64_t count = trainer_sequences_per_step(o);
     int length = window_length(o);
-    double start = seconds_now();
+    double start = clock_seconds();
     for (int64_t i = 0; i < count; i++)
         data_read(t->data, DATA_TRAIN, (uint64_t)(t->sequences + i), t->window + (size_t)i * (size_t)length);
-    report->data_seconds = seconds_now() - start;
+    report->data_seconds = clock_seconds() - start;
 
     struct step_totals totals = {0};
     model_add_totals(&totals, c, (struct batch){t->window, (int)count, o->seq});
@@ -164,47 +167,53 @@ struct step_report trainer_step(struct trainer *t) {
     return report;
 }
 
-double trainer_evaluate(struct trainer *t, int batches) {
+double trainer_evaluate(struct trainer *t, int sequences) {
     const struct options *o = &t->options;
     size_t length = (size_t)window_length(o);
     struct step_totals totals = {0};
     double sum = 0;
-    for (int i = 0; i < batches; i++) {
-        for (int b = 0; b < o->batch; b++)
-            data_read(t->data, DATA_EVAL, (uint64_t)i * (uint64_t)o->batch + (uint64_t)b,
-                      t->window + (size_t)b * length);
-        struct batch batch = {t->window, o->batch, o->seq};
+    for (int first = 0; first < sequences; first += o->batch) {
+        int count = sequences - first < o->batch ? sequences - first : o->batch;
+        for (int b = 0; b < count; b++)
+            data_read(t->data, DATA_EVAL, (uint64_t)first + (uint64_t)b, t->window + (size_t)b * length);
+        struct batch batch = {t->window, count, o->seq};
         model_add_totals(&totals, &o->model, batch);
         sum += model_evaluate(&t->model, batch).cross_entropy[0];
     }
     return sum / (double)totals.targets[0];
 }
 
-struct moe_load trainer_load(const struct trainer *t, int block) {
-    const struct config *c = &t->options.model;
-    size_t E = (size_t)c->experts;
-    int64_t *counts = malloc(sizeof *counts * E);
-    accum *bias = malloc(sizeof *bias * E);
-    if (!counts || !bias) fail_internal("expert load", "found no memory for %zu experts", E);
-    device_copy_out(counts, model_counts(&t->model, block), sizeof *counts * E);
-    device_copy_out(bias, model_bias(&t->model, block), sizeof *bias * E);
-
+static struct moe_load load_of(const int64_t *counts, const accum *bias, int E) {
     struct moe_load load = {.min_over_mean = INFINITY, .bias_min = INFINITY, .bias_max = -INFINITY};
     double total = 0;
-    for (size_t e = 0; e < E; e++) total += (double)counts[e];
-    double mean = total > 0 ? total / (double)E : 1;
-    for (size_t e = 0; e < E; e++) {
-        double ratio = (double)counts[e] / mean, share = ratio / (double)E;
+    for (int e = 0; e < E; e++) total += (double)counts[e];
+    double mean = total > 0 ? total / E : 1;
+    for (int e = 0; e < E; e++) {
+        double ratio = (double)counts[e] / mean, share = ratio / E;
         load.max_over_mean = fmax(load.max_over_mean, ratio);
         load.min_over_mean = fmin(load.min_over_mean, ratio);
-        if (share > 0) load.entropy -= share * log(share) / log((double)(E > 1 ? E : 2));
+        if (share > 0) load.entropy -= share * log(share) / log(E > 1 ? E : 2);
         load.dead += counts[e] == 0;
         load.bias_min = fmin(load.bias_min, (double)bias[e]);
         load.bias_max = fmax(load.bias_max, (double)bias[e]);
     }
+    return load;
+}
+
+struct moe_load *trainer_loads(const struct trainer *t) {
+    const struct config *c = &t->options.model;
+    size_t blocks = (size_t)model_moe_blocks(c), size = model_bias_size(c);
+    struct moe_load *loads = malloc(sizeof *loads * (blocks + 1));
+    int64_t *counts = malloc(sizeof *counts * (size + 1));
+    accum *bias = malloc(sizeof *bias * (size + 1));
+    if (!loads || !counts || !bias) fail_internal("expert load", "found no memory for %zu experts", size);
+    device_copy_out(counts, t->model.counts, sizeof *counts * size);
+    device_copy_out(bias, t->model.bias, sizeof *bias * size);
+    for (size_t i = 0; i < blocks; i++)
+        loads[i] = load_of(counts + i * (size_t)c->experts, bias + i * (size_t)c->experts, c->experts);
     free(counts);
     free(bias);
-    return load;
+    return loads;
 }
 
 struct checkpoint trainer_checkpoint(struct trainer *t) {

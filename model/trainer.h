@@ -64,11 +64,11 @@ void trainer_update(struct trainer *t, struct step_report *report);
 // Whether every weight is a finite number.
 bool trainer_is_finite(const struct trainer *t);
 
-// Mean cross-entropy of the main model over batches of the eval split.
-double trainer_evaluate(struct trainer *t, int batches);
+// Mean cross-entropy of the main model over the first sequences of the eval split.
+double trainer_evaluate(struct trainer *t, int sequences);
 
-// Load of one MoE block from the counts of the last step.
-struct moe_load trainer_load(const struct trainer *t, int block);
+// Loads of all MoE blocks from the counts of the last step, for the caller to free.
+struct moe_load *trainer_loads(const struct trainer *t);
 
 // The state as checkpoint.h wants it.
 struct checkpoint trainer_checkpoint(struct trainer *t);

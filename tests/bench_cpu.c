@@ -3,18 +3,12 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 
+#include "kernels/clock.h"
 #include "kernels/kernels.h"
 #include "model/presets.h"
 
 enum { REPEATS = 15 };
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static real *random_reals(size_t n) {
     static uint32_t state = 1;
@@ -37,9 +31,9 @@ static int compare_doubles(const void *a, const void *b) {
         double times_[REPEATS];                                                                                        \
         CALL;                                                                                                          \
         for (int r_ = 0; r_ < REPEATS; r_++) {                                                                         \
-            double start_ = now();                                                                                     \
+            double start_ = clock_seconds();                                                                           \
             CALL;                                                                                                      \
-            times_[r_] = now() - start_;                                                                               \
+            times_[r_] = clock_seconds() - start_;                                                                     \
         }                                                                                                              \
         qsort(times_, REPEATS, sizeof *times_, compare_doubles);                                                       \
         seconds = times_[REPEATS / 2];                                                                                 \
@@ -85,18 +79,18 @@ static void bench_experts(const char *preset, const struct config *c, int tokens
     double seconds, flops = 2.0 * rows * 2 * I * H;
     char shape[64];
     snprintf(shape, sizeof shape, "rows %d, E %d, H %d, I %d", rows, E, H, I);
-    TIME(seconds, grouped_matmul_nt(y, x, w, offsets, E, 2 * I, H));
+    TIME(seconds, grouped_matmul_nt(y, x, w, offsets, rows, E, 2 * I, H));
     print_flops(preset, "experts gate/up", shape, flops, seconds);
-    TIME(seconds, grouped_matmul_nn(x, y, w, offsets, E, H, 2 * I));
+    TIME(seconds, grouped_matmul_nn(x, y, w, offsets, rows, E, H, 2 * I));
     print_flops(preset, "experts gate/up dx", shape, flops, seconds);
-    TIME(seconds, grouped_matmul_tn(w, y, x, offsets, E, 2 * I, H));
+    TIME(seconds, grouped_matmul_tn(w, y, x, offsets, rows, E, 2 * I, H));
     print_flops(preset, "experts gate/up dw", shape, flops, seconds);
     real *hidden = random_reals((size_t)rows * I), *d_hidden = random_reals((size_t)rows * I);
-    TIME(seconds, grouped_matmul_nn(x, hidden, w, offsets, E, H, I));
+    TIME(seconds, grouped_matmul_nn(x, hidden, w, offsets, rows, E, H, I));
     print_flops(preset, "experts down", shape, flops / 2, seconds);
-    TIME(seconds, grouped_matmul_nt(d_hidden, x, w, offsets, E, I, H));
+    TIME(seconds, grouped_matmul_nt(d_hidden, x, w, offsets, rows, E, I, H));
     print_flops(preset, "experts down dx", shape, flops / 2, seconds);
-    TIME(seconds, grouped_matmul_tn(w, hidden, x, offsets, E, I, H));
+    TIME(seconds, grouped_matmul_tn(w, hidden, x, offsets, rows, E, I, H));
     print_flops(preset, "experts down dw", shape, flops / 2, seconds);
     TIME(seconds, swiglu_forward(hidden, y, NULL, NULL, rows, I));
     print_bytes(preset, "swiglu", shape, 3.0 * rows * I * sizeof(real), seconds);
@@ -126,9 +120,9 @@ static void bench_routing(const char *preset, const struct config *c, int tokens
     snprintf(shape, sizeof shape, "rows %d, E %d, K %d, H %d", tokens, E, K, H);
     TIME(seconds, router_score(scores, x, w, tokens, E, H));
     print_flops(preset, "router score", shape, flops, seconds);
-    TIME(seconds, router_select(ids, gates, scores, bias, tokens, s));
+    TIME(seconds, router_select(ids, gates, scores, bias, NULL, tokens, s));
     print_bytes(preset, "router select", shape, (double)(N * E * sizeof(accum)), seconds);
-    TIME(seconds, router_balance(f, loss, scores, B, T, s));
+    TIME(seconds, router_balance(f, loss, scores, NULL, B, T, s));
     print_bytes(preset, "router balance", shape, (double)(N * E * sizeof(accum)), seconds);
     TIME(seconds, router_backward(y, w, dz, gates, scores, ids, f, 1e-6, x, w, B, T, H, s));
     print_flops(preset, "router backward", shape, 2 * flops, seconds);
@@ -201,7 +195,9 @@ static void bench_rows(const char *preset, const struct config *c, int tokens) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) device_free(all[i]);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    (void)argc;
+    device_start(argv);
     static const char *const names[] = {"tiny", "small"};
     printf("%s, peak %.1f GFLOP/s (multiply-adds in registers)\n", device_name(), device_peak_flops() / 1e9);
     for (size_t p = 0; p < sizeof names / sizeof *names; p++) {

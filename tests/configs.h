@@ -2,10 +2,13 @@
 #ifndef MOK_TESTS_CONFIGS_H
 #define MOK_TESTS_CONFIGS_H
 
+#include <stdlib.h>
+
 #include "model/config.h"
+#include "model/params.h"
 
 // Every branch (a dense layer, query compression, groups, shared experts, MTP), and no two sizes alike.
-static const struct config unit = {
+static const struct config uneven = {
     .vocab = 257,
     .hidden = 24,
     .layers = 3,
@@ -34,5 +37,15 @@ static const struct config unit = {
     .bias_rate = 1e-3,
     .mtp_weight = 0.3,
 };
+
+// First weights of a whole model in a flat host array.
+static inline void init_weights(float *flat, const struct params *p, double std, uint64_t seed) {
+    float *file = malloc(sizeof *file * params_largest(p));
+    for (int i = 0; i < p->count; i++) {
+        params_init(file, &p->list[i], std, seed);
+        params_import(flat + p->list[i].offset, file, &p->list[i]);
+    }
+    free(file);
+}
 
 #endif

@@ -97,11 +97,12 @@ static int run_child(void (*call)(void *), void *argument, char *text, size_t si
 static void state_comes_back_bit_for_bit(void **state) {
     (void)state;
     struct model a, b;
-    model_init(&a, &unit);
-    model_init(&b, &unit);
+    model_init(&a, &uneven);
+    model_init(&b, &uneven);
     model_fill(&a, 1);
     a.c.options = cJSON_Parse("{\"lr\": 0.0003, \"data\": \"stories\"}");
     checkpoint_save(&a.c, root, 0);
+    checkpoint_load_progress(at("step-00000100"), &b.c);
     checkpoint_load_state(at("step-00000100"), &b.c);
     size_t bytes = a.params.size * sizeof(accum);
     assert_memory_equal(a.c.weights, b.c.weights, a.params.size * sizeof(real));
@@ -122,8 +123,8 @@ static void state_comes_back_bit_for_bit(void **state) {
 static void weights_alone_come_back_without_trainer_files(void **state) {
     (void)state;
     struct model a, b;
-    model_init(&a, &unit);
-    model_init(&b, &unit);
+    model_init(&a, &uneven);
+    model_init(&b, &uneven);
     model_fill(&a, 2);
     checkpoint_save(&a.c, root, 0);
     assert_int_equal(remove(at("step-00000100/trainer.json")), 0);
@@ -168,11 +169,12 @@ static void assert_same_folders(const char *a, const char *b) {
 static void two_saves_of_one_state_are_the_same_bytes(void **state) {
     (void)state;
     struct model a, b;
-    model_init(&a, &unit);
-    model_init(&b, &unit);
+    model_init(&a, &uneven);
+    model_init(&b, &uneven);
     model_fill(&a, 3);
     assert_int_equal(mkdir(at("one"), 0777) | mkdir(at("two"), 0777), 0);
     checkpoint_save(&a.c, at("one"), 0);
+    checkpoint_load_progress(at("one/step-00000100"), &b.c);
     checkpoint_load_state(at("one/step-00000100"), &b.c);
     checkpoint_save(&b.c, at("two"), 0);
     assert_same_folders(at("one/step-00000100"), at("two/step-00000100"));
@@ -188,7 +190,7 @@ static void file_names_tensors_by_hugging_face(void **state) {
     struct model a;
     struct safetensors file;
     char error[FILE_ERROR];
-    model_init(&a, &unit);
+    model_init(&a, &uneven);
     model_fill(&a, 4);
     checkpoint_save(&a.c, root, 0);
     if (!safetensors_open(&file, at("step-00000100/model-00003-of-00005.safetensors"), error, sizeof error))
@@ -221,7 +223,7 @@ static void file_names_tensors_by_hugging_face(void **state) {
 static void purge_removes_old_steps_by_exact_name_only(void **state) {
     (void)state;
     struct model a;
-    model_init(&a, &unit);
+    model_init(&a, &uneven);
     model_fill(&a, 5);
     const char *others[] = {"step-foo",        "step-00000100.bak", "step-100",
                             "step-0000000100", "step--0000001",     "xstep-00000001"};
@@ -244,7 +246,7 @@ static void purge_removes_old_steps_by_exact_name_only(void **state) {
 static void remove_all_removes_checkpoints_by_exact_name_only(void **state) {
     (void)state;
     struct model a;
-    model_init(&a, &unit);
+    model_init(&a, &uneven);
     model_fill(&a, 17);
     save_step(&a, 1, 0);
     const char *gone[] = {"step-00000002", ".tmp-step-00000003", ".old-step-00000001"};
@@ -262,7 +264,7 @@ static void remove_all_removes_checkpoints_by_exact_name_only(void **state) {
 static void purge_counts_complete_checkpoints_only(void **state) {
     (void)state;
     struct model a;
-    model_init(&a, &unit);
+    model_init(&a, &uneven);
     model_fill(&a, 6);
     save_step(&a, 100, 0);
     save_step(&a, 200, 0);
@@ -279,7 +281,7 @@ static void newest_skips_what_is_not_complete_and_says_why(void **state) {
     struct model a;
     char path[512], *text = NULL;
     size_t bytes = 0;
-    model_init(&a, &unit);
+    model_init(&a, &uneven);
     model_fill(&a, 7);
     assert_false(checkpoint_newest(at("absent"), path, sizeof path, stderr));
     assert_false(checkpoint_newest(root, path, sizeof path, stderr));
@@ -311,7 +313,7 @@ static void trainer_json_that_lies_makes_a_checkpoint_incomplete(void **state) {
     struct model a;
     char path[512];
     size_t bytes;
-    model_init(&a, &unit);
+    model_init(&a, &uneven);
     model_fill(&a, 8);
     save_step(&a, 1, 0);
     char *good = read_bytes(at("step-00000001/trainer.json"), &bytes);
@@ -354,8 +356,8 @@ static void a_save_that_fails_leaves_the_older_checkpoint(void **state) {
     (void)state;
     struct model a, b;
     char text[4096];
-    model_init(&a, &unit);
-    model_init(&b, &unit);
+    model_init(&a, &uneven);
+    model_init(&b, &uneven);
     model_fill(&a, 9);
     save_step(&a, 100, 1);
     assert_int_equal(run_child(save_with_small_files, &a, text, sizeof text), 1);
@@ -363,6 +365,7 @@ static void a_save_that_fails_leaves_the_older_checkpoint(void **state) {
     assert_contains(text, ".tmp-step-00000200/state-00001-of-00005.safetensors: cannot write ");
     assert_contains(text, "File too large");
     assert_false(exists(".tmp-step-00000200") || exists("step-00000200"));
+    checkpoint_load_progress(at("step-00000100"), &b.c);
     checkpoint_load_state(at("step-00000100"), &b.c);
     assert_memory_equal(a.c.m, b.c.m, a.params.size * sizeof(accum));
 
@@ -381,7 +384,7 @@ static void a_folder_that_cannot_be_made_is_named(void **state) {
     (void)state;
     struct model a;
     char text[4096];
-    model_init(&a, &unit);
+    model_init(&a, &uneven);
     assert_int_equal(run_child(save_to_absent_run, &a.c, text, sizeof text), 1);
     assert_contains(text, "/proc/no such run/.tmp-step-00000000: cannot create the folder: No such file or directory");
     model_free(&a);
@@ -390,7 +393,7 @@ static void a_folder_that_cannot_be_made_is_named(void **state) {
 static void what_a_killed_save_left_is_taken_away_by_the_next(void **state) {
     (void)state;
     struct model a;
-    model_init(&a, &unit);
+    model_init(&a, &uneven);
     model_fill(&a, 10);
     assert_int_equal(mkdir(at(".tmp-step-00000100"), 0777), 0);
     write_file(".tmp-step-00000100/half", "half", 4);
@@ -407,7 +410,7 @@ static void killed_at_any_moment_a_complete_checkpoint_remains(void **state) {
     (void)state;
     struct model a;
     char path[512];
-    model_init(&a, &unit);
+    model_init(&a, &uneven);
     model_fill(&a, 11);
     save_step(&a, 1, 1);
     FILE *log = fopen("/dev/null", "w");
@@ -477,7 +480,7 @@ static void safetensors_refuses_a_file_cut_anywhere(void **state) {
     (void)state;
     struct model a;
     size_t bytes;
-    model_init(&a, &unit);
+    model_init(&a, &uneven);
     model_fill(&a, 12);
     checkpoint_save(&a.c, root, 0);
     char *good = read_bytes(at("step-00000100/model-00003-of-00005.safetensors"), &bytes);
@@ -609,36 +612,36 @@ static void assert_not_loaded(void (*load)(void *), const struct config *c, cons
 static void loading_names_what_does_not_fit(void **state) {
     (void)state;
     struct model a;
-    model_init(&a, &unit);
+    model_init(&a, &uneven);
     model_fill(&a, 13);
     checkpoint_save(&a.c, root, 0);
-    struct config c = unit;
+    struct config c = uneven;
     c.kv_rank = 13;
     assert_not_loaded(load_state, &c,
                       "self_attn.kv_a_proj_with_mqa.weight.master: found shape [20, 24], wanted [21, 24]");
     assert_not_loaded(load_weights, &c, "self_attn.kv_a_proj_with_mqa.weight: found shape [20, 24], wanted [21, 24]");
-    c = unit;
+    c = uneven;
     c.q_rank = 0;
     assert_not_loaded(load_weights, &c, "tensor model.layers.0.self_attn.q_proj.weight: found none, wanted one");
-    c = unit;
+    c = uneven;
     c.layers = 2; // the last layer left out is not an MTP module left out
     c.mtp_depth = 0;
     assert_not_loaded(load_weights, &c, "model.layers.2.input_layernorm.weight, which this model does not have");
-    c = unit;
+    c = uneven;
     c.layers = 4;
     c.dense_layers = 2;
     assert_not_loaded(load_state, &c, "model-00001-of-00006.safetensors: No such file or directory");
     assert_int_equal(truncate(at("step-00000100/config.json"), 5), 0);
-    assert_not_loaded(load_state, &unit, "config.json: found 5 bytes, wanted ");
+    assert_not_loaded(load_state, &uneven, "config.json: found 5 bytes, wanted ");
     model_free(&a);
 }
 
 static void weights_load_without_the_mtp_modules(void **state) {
     (void)state;
     struct model a, b;
-    struct config c = unit;
+    struct config c = uneven;
     c.mtp_depth = 0;
-    model_init(&a, &unit);
+    model_init(&a, &uneven);
     model_init(&b, &c);
     model_fill(&a, 16);
     checkpoint_save(&a.c, root, 0);
@@ -679,7 +682,7 @@ static void write_single_bf16(const struct model *a, const char *path) {
 static void one_bf16_file_of_another_program_loads_as_weights_but_is_no_state(void **state) {
     (void)state;
     struct model a;
-    model_init(&a, &unit);
+    model_init(&a, &uneven);
     write_single_bf16(&a, at("model.safetensors"));
     checkpoint_load_weights(root, &a.c);
     const struct param *p = &a.params.list[0];
@@ -695,7 +698,7 @@ static void one_bf16_file_of_another_program_loads_as_weights_but_is_no_state(vo
     assert_true(shards_open_index(&files, root, error, sizeof error));
     assert_false(shards_read(&files, &a.params, &weights, 1, true, error, sizeof error));
     assert_contains(error, "model.safetensors: tensor model.embed_tokens.weight: found BF16, wanted F32");
-    assert_false(shards_read_bias(&files, &unit, a.c.bias, true, error, sizeof error));
+    assert_false(shards_read_bias(&files, &uneven, a.c.bias, true, error, sizeof error));
     assert_contains(error, "model.layers.1.mlp.gate.e_score_correction_bias: found BF16, wanted F32");
     shards_close(&files);
     model_free(&a);
@@ -705,12 +708,12 @@ static void config_is_read_from_a_checkpoint(void **state) {
     (void)state;
     struct model a;
     char error[FILE_ERROR];
-    model_init(&a, &unit);
+    model_init(&a, &uneven);
     model_fill(&a, 15);
     checkpoint_save(&a.c, root, 0);
-    struct config back = {.bias_rate = unit.bias_rate, .mtp_weight = unit.mtp_weight};
+    struct config back = {.bias_rate = uneven.bias_rate, .mtp_weight = uneven.mtp_weight};
     assert_true(checkpoint_read_config(at("step-00000100"), &back, error, sizeof error));
-    assert_memory_equal(&back, &unit, sizeof unit);
+    assert_memory_equal(&back, &uneven, sizeof uneven);
     assert_false(checkpoint_read_config(root, &back, error, sizeof error));
     assert_contains(error, "/config.json: No such file or directory");
     write_file("config.json", "{\"vocab_size\": 3", 16);

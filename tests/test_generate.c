@@ -1,4 +1,5 @@
 // Sampling: the choice from logits, and the loop around the model.
+#include "tests/configs.h"
 #include "tests/test.h"
 
 #include "model/generate.h"
@@ -88,7 +89,7 @@ static void open_model(struct model *m, int vocab) {
     c.vocab = vocab;
     config_validate(&c);
     model_open(m, &c, 1, SEQ, false);
-    params_init(m->weights, &m->params, 0.2, 3);
+    init_weights(m->weights, &m->params, 0.2, 3);
 }
 
 static void assert_tokens_valid(const int32_t *tokens, int count, int vocab) {

@@ -29,10 +29,10 @@ static bool config_trip(struct config *out, const struct config *in, const char 
 static void config_comes_back_from_json(void **state) {
     (void)state;
     char error[FILE_ERROR];
-    struct config c = unit;
+    struct config c = uneven;
     for (int variant = 0; variant < 2; variant++) {
         // Members that have no key keep what the caller had.
-        struct config back = {.bias_rate = unit.bias_rate, .mtp_weight = unit.mtp_weight};
+        struct config back = {.bias_rate = uneven.bias_rate, .mtp_weight = uneven.mtp_weight};
         if (!config_trip(&back, &c, NULL, NULL, error)) fail_msg("%s", error);
         assert_memory_equal(&back, &c, sizeof c);
         c.q_rank = 0;
@@ -46,7 +46,7 @@ static void config_comes_back_from_json(void **state) {
 
 static void config_json_has_what_transformers_wants(void **state) {
     (void)state;
-    struct config c = unit;
+    struct config c = uneven;
     struct cJSON *json = hf_config_to_json(&c, 256, "float32");
     char *text = cJSON_PrintUnformatted(json);
     const char *parts[] = {"\"architectures\":[\"DeepseekV3ForCausalLM\"]",
@@ -116,7 +116,7 @@ static void config_refuses_what_this_model_is_not(void **state) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char error[FILE_ERROR] = "";
         struct config c = {0};
-        if (config_trip(&c, &unit, cases[i].key, cases[i].value, error))
+        if (config_trip(&c, &uneven, cases[i].key, cases[i].value, error))
             fail_msg("accepted %s %s", cases[i].key, cases[i].value ? cases[i].value : "removed");
         assert_contains(error, cases[i].part);
     }
@@ -125,7 +125,7 @@ static void config_refuses_what_this_model_is_not(void **state) {
     for (int i = 0; i < 4; i++) {
         char error[FILE_ERROR];
         struct config c = {0};
-        if (!config_trip(&c, &unit, optional[i], NULL, error)) fail_msg("%s", error);
+        if (!config_trip(&c, &uneven, optional[i], NULL, error)) fail_msg("%s", error);
     }
 }
 

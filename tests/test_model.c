@@ -1,5 +1,6 @@
 // One micro-batch through the model, in FP32: what the losses are divided by, what may depend on what, experts
 // without tokens, the balance loss, the MTP modules. (The gradients' values are checked by tests/test_gradients.c.)
+#include "tests/configs.h"
 #include "tests/test.h"
 
 #include "model/model.h"
@@ -20,7 +21,7 @@ static struct config unit_without_mtp(void) {
 static void open_model(struct model *m, const struct config *c, int batch, int seq) {
     config_validate(c);
     model_open(m, c, batch, seq, true);
-    params_init(m->weights, &m->params, 0.15, 1);
+    init_weights(m->weights, &m->params, 0.15, 1);
 }
 
 static void *copy_bytes(const void *from, size_t bytes) {
@@ -340,8 +341,11 @@ static void balance_gradient_is_alpha_over_sequences_and_reaches_every_router(vo
     m.config.balance_alpha = 1;
     gradient_of(&m, batch, &totals);
     accum *one = copy_grads(&m);
-    for (int block = c.dense_layers; block < config_blocks(&c); block++)
-        assert_true(count_nonzero(one + m.params.blocks[block].router, (size_t)(c.experts * c.hidden)) > 0);
+    size_t router = (size_t)(c.experts * c.hidden);
+    for (int block = c.dense_layers; block < c.layers; block++)
+        assert_true(count_nonzero(one + m.params.blocks[block].router, router) > 0);
+    // The MTP module's inputs are the masked tokens.
+    assert_int_equal(count_nonzero(one + m.params.blocks[c.layers].router, router), 0);
     m.config.balance_alpha = 1024;
     gradient_of(&m, batch, &totals);
     for (size_t i = 0; i < m.params.size; i++) assert_true(m.grads[i] == 1024 * one[i]);

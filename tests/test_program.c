@@ -89,7 +89,7 @@ static void json_lines_hold_the_numbers_of_the_step_lines(void **state) {
         assert_printed(text, "| %8.1f ms |", 1e3 * number(json, "seconds"));
         assert_printed(text, "| %7.1fK tok/s |", number(json, "tokens_per_second") / 1e3);
         assert_printed(text, "| mfu %5.1f%% (causal) |", 100 * number(json, "mfu_causal"));
-        assert_printed(text, "| %6.2f GiB |", number(json, "resident_gib"));
+        assert_printed(text, "| %6.2f GiB |", number(json, "peak_memory_gib"));
         assert_true(number(json, "tokens") == 64 * number(json, "step"));
         assert_true(number(json, "epoch") == 0); // the stories have no end
         assert_true(number(json, "data_seconds") <= number(json, "seconds"));
@@ -194,7 +194,7 @@ static void evaluates_with_any_batch(void **state) {
 // log.jsonl without what a clock or the machine decides; free with free().
 static char *log_without_times(const char *folder) {
     static const char *const times[] = {"seconds",      "tokens_per_second", "mfu_causal",
-                                        "data_seconds", "resident_gib",      "eta_seconds"};
+                                        "data_seconds", "peak_memory_gib",   "eta_seconds"};
     cJSON *lines = read_log(folder, "step"), *line;
     cJSON_ArrayForEach(line, lines) for (size_t i = 0; i < sizeof times / sizeof *times; i++)
         cJSON_DeleteItemFromObject(line, times[i]);

@@ -152,7 +152,7 @@ static void test_selection_gives_the_hand_written_answers(void **state) {
         int K = s->shape.top_k, reference[8];
         int32_t *ids = poisoned_int(K);
         accum *gates = poisoned_accum(K);
-        router_select(ids, gates, put_accum(s->scores, 8), put_accum(s->bias, 8), 1, s->shape);
+        router_select(ids, gates, put_accum(s->scores, 8), put_accum(s->bias, 8), NULL, 1, s->shape);
         reference_select(reference, s->scores, s->bias, s->shape);
         const int *found = get_int(ids, K);
         for (int k = 0; k < K; k++) {
@@ -188,7 +188,7 @@ static void test_selection_and_gates_match_the_reference_on_random_scores(void *
             omp_set_num_threads(threads);
             int32_t *ids = poisoned_int(N * K);
             dgates = poisoned_accum(N * K);
-            router_select(ids, dgates, dscores, dbias, N, s);
+            router_select(ids, dgates, dscores, dbias, NULL, N, s);
             assert_memory_equal(get_int(ids, N * K), wanted, N * K * sizeof(int));
             assert_accum("gates", dgates, gates, N * K, roundings(K + 4)); // a sum of K, a quotient, a product
         }
@@ -208,13 +208,13 @@ static void test_gates_use_scores_and_never_the_bias(void **state) {
     struct router_shape s = {4, 2, 1, 1, true, 3};
     accum *gates = poisoned_accum(2);
     int32_t *ids = poisoned_int(2);
-    router_select(ids, gates, put_accum(scores, 4), put_accum(bias, 4), 1, s);
+    router_select(ids, gates, put_accum(scores, 4), put_accum(bias, 4), NULL, 1, s);
     assert_int_equal(get_int(ids, 2)[0], 2);
     assert_int_equal(get_int(ids, 2)[1], 1);
     double normalized[2] = {1, 2}, raw[2] = {.375, .75};
     assert_accum("normalized gates", gates, normalized, 2, roundings(4));
     s.normalize = false;
-    router_select(ids, gates, put_accum(scores, 4), put_accum(bias, 4), 1, s);
+    router_select(ids, gates, put_accum(scores, 4), put_accum(bias, 4), NULL, 1, s);
     assert_accum("gates without normalizing", gates, raw, 2, roundings(2));
 }
 
@@ -222,7 +222,7 @@ static void test_gates_of_vanishing_scores_stay_finite(void **state) {
     (void)state;
     static const double scores[4] = {0, 0, 0, 0}, zero[4] = {0};
     accum *gates = poisoned_accum(2);
-    router_select(poisoned_int(2), gates, put_accum(scores, 4), put_accum(zero, 4), 1,
+    router_select(poisoned_int(2), gates, put_accum(scores, 4), put_accum(zero, 4), NULL, 1,
                   (struct router_shape){4, 2, 1, 1, true, 2.5});
     assert_accum("gates", gates, zero, 2, 0); // 0 / 1e-20
 }
@@ -304,7 +304,7 @@ static void test_balance_loss_of_a_balanced_sequence_is_exactly_one(void **state
     // Two tokens prefer opposite halves; all quotients are exact.
     static const double scores[8] = {.75, .75, .25, .25, .25, .25, .75, .75}, ones[5] = {1, 1, 1, 1, 1};
     accum *f = poisoned_accum(4), *loss = poisoned_accum(1);
-    router_balance(f, loss, put_accum(scores, 8), 1, 2, (struct router_shape){4, 2, 1, 1, true, 2.5});
+    router_balance(f, loss, put_accum(scores, 8), NULL, 1, 2, (struct router_shape){4, 2, 1, 1, true, 2.5});
     assert_accum("f", f, ones, 4, 0);
     assert_accum("loss", loss, ones, 1, 0);
 }
@@ -326,7 +326,7 @@ static void test_balance_loss_matches_the_paper_on_random_scores(void **state) {
         for (int threads = 1; threads <= 3; threads++) {
             omp_set_num_threads(threads);
             accum *found_f = poisoned_accum(B * E), *found_loss = poisoned_accum(B);
-            router_balance(found_f, found_loss, dscores, B, T, s);
+            router_balance(found_f, found_loss, dscores, NULL, B, T, s);
             assert_accum("f", found_f, f, B * E, roundings(4)); // E / (K T) times an integer
             // all terms are positive: sums over E and T round like sqrt of their lengths
             assert_accum("loss", found_loss, loss, B, roundings(8 + 2 * sqrt(T) + 2 * sqrt(E)));
@@ -335,7 +335,7 @@ static void test_balance_loss_matches_the_paper_on_random_scores(void **state) {
         }
         for (int b = 0; b < B; b++) { // each sequence alone
             accum *one_f = poisoned_accum(E), *one_loss = poisoned_accum(1);
-            router_balance(one_f, one_loss, dscores + (size_t)b * T * E, 1, T, s);
+            router_balance(one_f, one_loss, dscores + (size_t)b * T * E, NULL, 1, T, s);
             assert_same_bits("f alone", one_f, (accum *)first_f + b * E, E * sizeof(accum));
             assert_same_bits("loss alone", one_loss, (accum *)first_loss + b, sizeof(accum));
         }
@@ -348,7 +348,7 @@ static void test_balance_counts_ties_once(void **state) {
     (void)state;
     static const double scores[8] = {.5, .5, .5, .5, .25, .5, .25, .25}, wanted[4] = {2, 2, 0, 0};
     accum *f = poisoned_accum(4), *loss = poisoned_accum(1);
-    router_balance(f, loss, put_accum(scores, 8), 1, 2, (struct router_shape){4, 2, 1, 1, true, 1});
+    router_balance(f, loss, put_accum(scores, 8), NULL, 1, 2, (struct router_shape){4, 2, 1, 1, true, 1});
     assert_accum("f", f, wanted, 4, roundings(2));
 }
 
@@ -437,7 +437,7 @@ static void test_router_gradient_matches_central_differences(void **state) {
             double *dx_before = normals(N * H, 1, &seed), *dw_before = normals(E * H, 1, &seed);
             real *dx = put_real(dx_before, N * H);
             accum *dw = put_accum(dw_before, E * H), *dz = poisoned_accum(N * E);
-            router_backward(dx, dw, dz, d.d_gates, d.scores, d.ids, d.f, c.balance_scale, d.x, d.w, c.B, c.T, H,
+            router_backward(dx, dw, dz, d.d_gates, d.scores, d.ids, d.f, c.balance_scale * c.T, d.x, d.w, c.B, c.T, H,
                             c.shape);
             // dg - mu and f - fbar are differences of numbers near 1, which cost a few bits of the 16 roundings or so
             // on the way; a logit's own error adds sqrt(H) more.
@@ -461,8 +461,8 @@ static void test_score_gradient_is_orthogonal_to_the_scores(void **state) {
     struct backward_device d = put_backward(&c);
     enum { N = 21, E = 16 };
     accum *dz = poisoned_accum(N * E), *dw = put_accum(host_doubles(E * 19), E * 19);
-    router_backward(put_real(host_doubles(N * 19), N * 19), dw, dz, d.d_gates, d.scores, d.ids, d.f, c.balance_scale,
-                    d.x, d.w, c.B, c.T, c.H, c.shape);
+    router_backward(put_real(host_doubles(N * 19), N * 19), dw, dz, d.d_gates, d.scores, d.ids, d.f,
+                    c.balance_scale * c.T, d.x, d.w, c.B, c.T, c.H, c.shape);
     double *found = get_accum(dz, N * E), *s = get_accum(d.scores, N * E);
     for (int t = 0; t < N; t++) {
         double sum = 0, size = 0;
@@ -487,7 +487,7 @@ static void test_router_gradient_has_the_same_bits_alone_and_with_any_threads(vo
         omp_set_num_threads(threads);
         real *dx = put_real(dx_before, N * H);
         accum *dw = put_accum(dw_before, E * H), *dz = poisoned_accum(N * E);
-        router_backward(dx, dw, dz, d.d_gates, d.scores, d.ids, d.f, 0.7, d.x, d.w, B, T, H, c.shape);
+        router_backward(dx, dw, dz, d.d_gates, d.scores, d.ids, d.f, 0.7 * T, d.x, d.w, B, T, H, c.shape);
         assert_same_as_first("dx", &first[0], dx, N * H * sizeof(real));
         assert_same_as_first("dw", &first[1], dw, E * H * sizeof(accum));
         assert_same_as_first("dz", &first[2], dz, N * E * sizeof(accum));
@@ -637,9 +637,9 @@ static void test_sizes_of_zero_do_nothing(void **state) {
     int64_t *counts = put_counts((int64_t[4]){1, 2, 3, 4}, 4), *same = put_counts((int64_t[4]){1, 2, 3, 4}, 4);
     router_score(a, x, x, 0, 4, 4);
     router_score(a, x, x, 4, 0, 4);
-    router_select(ids, a, scores, scores, 0, s);
+    router_select(ids, a, scores, scores, NULL, 0, s);
     router_count(counts, ids, 0, 4);
-    router_balance(a, a, scores, 0, 4, s);
+    router_balance(a, a, scores, NULL, 0, 4, s);
     router_backward(y, a, a, scores, scores, ids, scores, 1, x, x, 0, 4, 4, s);
     router_update_bias(a, counts, 0, 1);
     moe_gather(y, x, ids, 0, 2, 4);

@@ -8,7 +8,8 @@
 
 #include <omp.h>
 #include <string.h>
-#include <time.h>
+
+#include "kernels/clock.h"
 
 #if defined(__AVX512F__)
 enum { VECTOR_BYTES = 64 };
@@ -178,12 +179,6 @@ void gemm_parallel(const struct gemm *products, int count) {
     }
 }
 
-static double seconds_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 double gemm_measure_peak_flops(void) {
     enum { REPEATS = 256, ATTEMPTS = 60 };
     static const real a[KC * MR] __attribute__((aligned(64))), b[KC * NR] __attribute__((aligned(64)));
@@ -193,9 +188,9 @@ double gemm_measure_peak_flops(void) {
     {
         real c[MR * NR] = {0};
         for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
-            double start = seconds_now();
+            double start = clock_seconds();
             for (int r = 0; r < REPEATS; r++) multiply_panels(c, NR, c, NR, a, 1, MR, b, KC);
-            double flops = 2.0 * MR * NR * KC * REPEATS / (seconds_now() - start);
+            double flops = 2.0 * MR * NR * KC * REPEATS / (clock_seconds() - start);
             if (flops > total) total = flops;
         }
     }

@@ -23,9 +23,3 @@ void cross_entropy(real *logits, accum *loss, const int32_t *targets, int rows, 
         row[target] -= (real)scale;
     }
 }
-
-double device_sum(const accum *values, size_t n) {
-    double sum = 0;
-    for (size_t i = 0; i < n; i++) sum += (double)values[i];
-    return sum;
-}

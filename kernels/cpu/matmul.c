@@ -25,36 +25,43 @@ void matmul_tn(accum *dw, const real *a, const real *b, int M, int N, int K) {
     gemm_parallel(&g, 1);
 }
 
-void grouped_matmul_nt(real *y, const real *x, const real *w, const int *offsets, int E, int N, int K) {
-    struct gemm *products = scratch_alloc(sizeof(struct gemm) * (size_t)E);
-    for (int e = 0; e < E; e++) {
-        size_t first = (size_t)offsets[e];
-        products[e] = product(y + first * N, plain(x + first * K, (size_t)K),
-                              transposed(w + (size_t)e * N * K, (size_t)K), offsets[e + 1] - offsets[e], N, K, NULL);
-    }
+static struct gemm *products_alloc(int E) { return scratch_alloc(sizeof(struct gemm) * (size_t)E); }
+
+static void products_run(struct gemm *products, int E) {
     gemm_parallel(products, E);
     scratch_free(products);
 }
 
-void grouped_matmul_nn(real *y, const real *x, const real *w, const int *offsets, int E, int N, int K) {
-    struct gemm *products = scratch_alloc(sizeof(struct gemm) * (size_t)E);
+void grouped_matmul_nt(real *y, const real *x, const real *w, const int *offsets, int rows, int E, int N, int K) {
+    (void)rows; // here the host can read offsets
+    struct gemm *products = products_alloc(E);
     for (int e = 0; e < E; e++) {
         size_t first = (size_t)offsets[e];
-        products[e] = product(y + first * N, plain(x + first * K, (size_t)K), plain(w + (size_t)e * N * K, (size_t)N),
-                              offsets[e + 1] - offsets[e], N, K, NULL);
+        struct view xe = plain(x + first * K, (size_t)K), we = transposed(w + (size_t)e * N * K, (size_t)K);
+        products[e] = product(y + first * N, xe, we, offsets[e + 1] - offsets[e], N, K, NULL);
     }
-    gemm_parallel(products, E);
-    scratch_free(products);
+    products_run(products, E);
 }
 
-void grouped_matmul_tn(accum *dw, const real *a, const real *b, const int *offsets, int E, int M, int N) {
-    struct gemm *products = scratch_alloc(sizeof(struct gemm) * (size_t)E);
+void grouped_matmul_nn(real *y, const real *x, const real *w, const int *offsets, int rows, int E, int N, int K) {
+    (void)rows;
+    struct gemm *products = products_alloc(E);
     for (int e = 0; e < E; e++) {
         size_t first = (size_t)offsets[e];
-        accum *expert_dw = dw + (size_t)e * M * N;
-        products[e] = product(expert_dw, transposed(a + first * M, (size_t)M), plain(b + first * N, (size_t)N), M, N,
-                              offsets[e + 1] - offsets[e], expert_dw);
+        struct view xe = plain(x + first * K, (size_t)K), we = plain(w + (size_t)e * N * K, (size_t)N);
+        products[e] = product(y + first * N, xe, we, offsets[e + 1] - offsets[e], N, K, NULL);
     }
-    gemm_parallel(products, E);
-    scratch_free(products);
+    products_run(products, E);
+}
+
+void grouped_matmul_tn(accum *dw, const real *a, const real *b, const int *offsets, int rows, int E, int M, int N) {
+    (void)rows;
+    struct gemm *products = products_alloc(E);
+    for (int e = 0; e < E; e++) {
+        size_t first = (size_t)offsets[e];
+        struct view ae = transposed(a + first * M, (size_t)M), be = plain(b + first * N, (size_t)N);
+        accum *dwe = dw + (size_t)e * M * N;
+        products[e] = product(dwe, ae, be, M, N, offsets[e + 1] - offsets[e], dwe);
+    }
+    products_run(products, E);
 }

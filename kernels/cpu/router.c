@@ -1,7 +1,6 @@
 // The router: scores, group-limited selection, balance loss, gradient, and the selection bias.
 #include <math.h>
 
-#include "kernels/cpu/gemm.h"
 #include "kernels/cpu/rowmath.h"
 #include "kernels/cpu/scratch.h"
 #include "kernels/kernels.h"
@@ -61,7 +60,14 @@ static void gates_from_scores(accum *gates, const accum *scores, const int32_t *
     for (int k = 0; k < shape.top_k; k++) gates[k] = scores[ids[k]] * factor;
 }
 
-void router_select(int32_t *ids, accum *gates, const accum *scores, const accum *bias, int N,
+static void select_nothing(int32_t *ids, accum *gates, int K) {
+    for (int k = 0; k < K; k++) {
+        ids[k] = -1;
+        gates[k] = 0;
+    }
+}
+
+void router_select(int32_t *ids, accum *gates, const accum *scores, const accum *bias, const int32_t *tokens, int N,
                    struct router_shape shape) {
     int E = shape.experts, K = shape.top_k;
 #pragma omp parallel
@@ -72,6 +78,10 @@ void router_select(int32_t *ids, accum *gates, const accum *scores, const accum 
 #pragma omp for
         for (int t = 0; t < N; t++) {
             const accum *s = scores + (size_t)t * E;
+            if (tokens && tokens[t] < 0) {
+                select_nothing(ids + (size_t)t * K, gates + (size_t)t * K, K);
+                continue;
+            }
             for (int e = 0; e < E; e++) biased[e] = s[e] + bias[e];
             if (shape.groups > 1) mask_groups(biased, group_scores, kept, shape);
             select_top(ids + (size_t)t * K, K, biased, E);
@@ -89,7 +99,8 @@ void router_count(int64_t *counts, const int32_t *ids, size_t n, int E) {
         if (ids[i] >= 0) counts[ids[i]]++;
 }
 
-void router_balance(accum *f, accum *loss, const accum *scores, int B, int T, struct router_shape shape) {
+void router_balance(accum *f, accum *loss, const accum *scores, const int32_t *tokens, int B, int T,
+                    struct router_shape shape) {
     int E = shape.experts, K = shape.top_k;
 #pragma omp parallel
     {
@@ -99,7 +110,10 @@ void router_balance(accum *f, accum *loss, const accum *scores, int B, int T, st
         for (int b = 0; b < B; b++) {
             accum *fb = f + (size_t)b * E;
             for (int e = 0; e < E; e++) fb[e] = share[e] = 0;
+            int count = 0; // tokens that are not masked
             for (int t = 0; t < T; t++) {
+                if (tokens && tokens[(size_t)b * T + t] < 0) continue;
+                count++;
                 const accum *s = scores + ((size_t)b * T + t) * E;
                 accum sum = row_sum(s, E);
                 for (int e = 0; e < E; e++) {
@@ -110,9 +124,9 @@ void router_balance(accum *f, accum *loss, const accum *scores, int B, int T, st
                 for (int k = 0; k < K; k++) fb[top[k]] += 1;
             }
             accum total = 0;
-            for (int e = 0; e < E; e++) {
-                fb[e] *= (accum)E / ((accum)K * T);
-                total += fb[e] * (share[e] / T);
+            for (int e = 0; e < E && count > 0; e++) {
+                fb[e] *= (accum)E / ((accum)K * count);
+                total += fb[e] * (share[e] / count);
             }
             loss[b] = total;
         }
@@ -127,6 +141,7 @@ static void token_backward(accum *dz, const accum *d_gates, const accum *s, cons
                            accum balance_scale, struct router_shape shape) {
     int E = shape.experts, K = shape.top_k;
     for (int e = 0; e < E; e++) dz[e] = 0;
+    if (ids[0] < 0) return; // masked
     accum sum = GATE_EPS, mean = 0;
     for (int k = 0; k < K; k++) sum += s[ids[k]];
     for (int k = 0; k < K; k++) mean += d_gates[k] * s[ids[k]];
@@ -141,14 +156,24 @@ static void token_backward(accum *dz, const accum *d_gates, const accum *s, cons
     }
 }
 
+// What balance_scale is for one token of a sequence: divided by its tokens that are not masked. ids [T, K]
+static accum scale_per_token(double balance_scale, const int32_t *ids, int T, int K) {
+    int count = 0;
+    for (int t = 0; t < T; t++) count += ids[(size_t)t * K] >= 0;
+    return (accum)(balance_scale / (count > 0 ? count : 1));
+}
+
 void router_backward(real *dx, accum *dw, accum *dz, const accum *d_gates, const accum *scores, const int32_t *ids,
                      const accum *f, double balance_scale, const real *x, const real *w, int B, int T, int H,
                      struct router_shape shape) {
     int N = B * T, E = shape.experts, K = shape.top_k;
+    accum *scales = scratch_alloc(sizeof(accum) * (size_t)B);
+    for (int b = 0; b < B; b++) scales[b] = scale_per_token(balance_scale, ids + (size_t)b * T * K, T, K);
 #pragma omp parallel for
     for (int t = 0; t < N; t++)
         token_backward(dz + (size_t)t * E, d_gates + (size_t)t * K, scores + (size_t)t * E, ids + (size_t)t * K,
-                       f + (size_t)(t / T) * E, (accum)balance_scale, shape);
+                       f + (size_t)(t / T) * E, scales[t / T], shape);
+    scratch_free(scales);
     matmul_tn(dw, dz, x, E, H, N);
     matmul_nn(dx, dz, w, N, H, E, dx);
 }

@@ -1,6 +1,6 @@
-// Integer random numbers of the data room (splitmix64): the same on every machine, cheap to start anywhere.
-#ifndef MOK_DATA_RANDOM_H
-#define MOK_DATA_RANDOM_H
+// Integer random numbers (splitmix64): the same on every machine, cheap to start anywhere.
+#ifndef MOK_KERNELS_RANDOM_H
+#define MOK_KERNELS_RANDOM_H
 
 #include <stdint.h>
 
@@ -21,5 +21,8 @@ static inline uint64_t random_next(uint64_t *state) {
 
 // Uniform in 0 .. n-1, for n up to 2^32.
 static inline uint64_t random_below(uint64_t *state, uint64_t n) { return ((random_next(state) >> 32) * n) >> 32; }
+
+// Uniform in [0, 1) from 64 random bits.
+static inline double random_uniform(uint64_t bits) { return (double)(bits >> 11) * 0x1p-53; }
 
 #endif
