@@ -454,6 +454,42 @@ static void mtp_gradient_is_proportional_to_its_weight(void **state) {
     model_close(&m);
 }
 
+// Padding is -1 all the way: it goes to no expert and is not counted (peers report it in bias-balancing counts), and the
+// rest of the sequence does not notice it.
+static void padding_changes_nothing_but_the_length(void **state) {
+    (void)state;
+    enum { SHORT = 3, LONG = 8 };
+    struct config c = unit_without_mtp();
+    c.balance_alpha = 0.5;
+    struct model m;
+    open_model(&m, &c, 1, LONG);
+    int32_t *tokens = random_tokens(1, LONG + 1, c.vocab, 21);
+    for (int t = SHORT + 1; t <= LONG; t++) tokens[t] = -1;
+    // The last real target is the first input of the padding: embedded and routed like any other token.
+    int inputs = SHORT + 1;
+    struct batch padded = {tokens, 1, LONG}, exact = {tokens, 1, inputs};
+    struct step_totals totals = totals_of(&m, padded);
+    assert_int_equal(totals.targets[0], SHORT);
+
+    device_zero(m.counts, sizeof(int64_t) * model_bias_size(&c));
+    struct losses wanted_losses = gradient_of(&m, exact, &totals);
+    accum *wanted = copy_grads(&m);
+    device_zero(m.counts, sizeof(int64_t) * model_bias_size(&c));
+    poison_activations(&m);
+    struct losses found_losses = gradient_of(&m, padded, &totals);
+    for (int block = c.dense_layers; block < c.layers; block++) {
+        int64_t total = 0;
+        for (int e = 0; e < c.experts; e++) total += model_counts(&m, block)[e];
+        assert_int_equal(total, c.top_k * inputs);
+    }
+    assert_true(found_losses.cross_entropy[0] == wanted_losses.cross_entropy[0]);
+    assert_true(found_losses.balance == wanted_losses.balance);
+    for (size_t i = 0; i < m.params.size; i++) assert_true(m.grads[i] == wanted[i]);
+    free(wanted);
+    free(tokens);
+    model_close(&m);
+}
+
 // A loader that has no token beyond the last main target masks it. Position T - 1 then drops out of depth 1, which
 // must be that of a sequence one shorter, divided by one target fewer (Megatron issue 1532, DeepSeek-V3 issue 839).
 static void mtp_with_a_masked_tail_is_that_of_a_shorter_sequence(void **state) {
@@ -516,6 +552,7 @@ int main(void) {
         cmocka_unit_test(mtp_of_weight_zero_trains_the_main_model_as_without_mtp),
         cmocka_unit_test(mtp_reads_the_hidden_state_after_the_final_norm),
         cmocka_unit_test(mtp_gradient_is_proportional_to_its_weight),
+        cmocka_unit_test(padding_changes_nothing_but_the_length),
         cmocka_unit_test(mtp_with_a_masked_tail_is_that_of_a_shorter_sequence),
         cmocka_unit_test(sequence_of_one_token_without_mtp_target_is_finite),
     };

@@ -505,6 +505,18 @@ static void sampling_prints_the_prompt_and_more(void **state) {
     assert_true(out_bytes >= 1 && out_bytes <= 21);
 }
 
+// Sizes that a model has no use for may be 0, in the flags and on the way back from a file.
+static void samples_from_models_without_dense_layers_or_experts(void **state) {
+    (void)state;
+    assert_runs(QUIET, "--steps", "2", "--mtp-depth", "0", "--dense-layers", "0", "--intermediate", "0", "--out",
+                at("experts"));
+    assert_runs(QUIET, "--steps", "2", "--mtp-depth", "0", "--dense-layers", "3", "--experts", "0", "--top-k", "0",
+                "--groups", "0", "--top-groups", "0", "--expert-intermediate", "0", "--shared-experts", "0", "--out",
+                at("dense"));
+    assert_runs("--generate", "5", "--from", at("experts"));
+    assert_runs("--generate", "5", "--from", at("dense"));
+}
+
 static void sampling_depends_on_seed_and_weights_only(void **state) {
     (void)state;
     assert_runs(QUIET, "--steps", "3", "--out", at("run"));
@@ -639,6 +651,7 @@ int main(void) {
         TEST(longer_text_is_learned),
         TEST(evaluation_data_may_be_another_file),
         TEST(sampling_prints_the_prompt_and_more),
+        TEST(samples_from_models_without_dense_layers_or_experts),
         TEST(sampling_depends_on_seed_and_weights_only),
         TEST(run_folder_stands_for_its_newest_checkpoint),
         TEST(plans_every_preset_without_its_memory),
