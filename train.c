@@ -142,6 +142,7 @@ static void run(struct options *o) {
     if (o->plan) {
         plan_print_activations(stdout, &o->model, o->batch, o->seq);
     } else {
+        plan_check_memory(&o->model, o->batch, o->seq);
         data_describe(data, stdout);
         train(o, data);
     }

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/fail.h"
 #include "kernels/kernels.h"
 #include "model/activations.h"
 
@@ -156,6 +157,17 @@ void plan_print_activations(FILE *file, const struct config *c, int batch, int s
         snprintf(label, sizeof label, "%-20s x %d", table.rows[i].name, table.rows[i].copies);
         print_bytes(file, label, table.rows[i].bytes);
     }
+}
+
+void plan_check_memory(const struct config *c, int batch, int seq) {
+    struct plan plan;
+    plan_make(&plan, c, batch, seq);
+    size_t memory = device_memory_bytes();
+    if (plan.total_bytes > memory)
+        fail_user("memory",
+                  "found %.2f GiB on this machine, wanted %.2f GiB; see --plan, lower --batch, --seq or the "
+                  "model's sizes",
+                  (double)memory / (1 << 30), (double)plan.total_bytes / (1 << 30));
 }
 
 void plan_print(FILE *file, const struct config *c, int batch, int seq, int64_t tokens_per_step) {

@@ -35,6 +35,10 @@ double plan_flops_per_token(const struct config *c, int seq);
 // tokens_per_step 0: one micro-batch.
 void plan_print(FILE *file, const struct config *c, int batch, int seq, int64_t tokens_per_step);
 
+// Ends the program (exit 2) when a run needs more memory than this machine has: an operating system may promise more than
+// there is and kill the run later.
+void plan_check_memory(const struct config *c, int batch, int seq);
+
 // Every buffer of a forward and backward pass over batch sequences of seq tokens, largest first.
 void plan_print_activations(FILE *file, const struct config *c, int batch, int seq);
 
