@@ -50,16 +50,23 @@ train: $(CPU)/train
 RUN ?= runs/tiny
 run: setup
 	@$(MAKE) --no-print-directory train
-	./train --preset tiny --out $(RUN) --overwrite $(RUN_FLAGS)
+	./train --preset tiny --out "$(RUN)" --overwrite $(RUN_FLAGS)
 
 # ---- objects: build/cpu (float) and build/double (the same sources with a double real) ----
 
-$(CPU)/%.o: %.c Makefile
+# What the objects were built with; they follow when it changes.
+FLAGS = $(CC) $(CFLAGS)
+$(CPU)/flags $(DOUBLE)/flags: force
+	@mkdir -p $(@D)
+	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' > $@
+.PHONY: force
+
+$(CPU)/%.o: %.c Makefile $(CPU)/flags
 	@mkdir -p $(@D)
 	@echo "  CC  $@"
 	@$(CC) $(CFLAGS) -MMD -MP -c $< -o $@
 
-$(DOUBLE)/%.o: %.c Makefile
+$(DOUBLE)/%.o: %.c Makefile $(DOUBLE)/flags
 	@mkdir -p $(@D)
 	@echo "  CC  $@"
 	@$(CC) $(CFLAGS) -DMOK_DOUBLE -MMD -MP -c $< -o $@

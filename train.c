@@ -104,11 +104,10 @@ static void train_loop(struct trainer *t, struct run_log *log) {
     }
 }
 
-static void train(struct options *o, const struct data *data) {
+// from: the checkpoint to go on from, or empty.
+static void train(struct options *o, const struct data *data, const char *from) {
     struct trainer t;
     struct run_log log;
-    char from[OPTION_TEXT + 32] = "";
-    run_folder_open(o, from, sizeof from);
     trainer_open(&t, o, data);
     if (from[0]) trainer_restore(&t, from);
     if (t.step >= o->steps)
@@ -136,15 +135,20 @@ static void run(struct options *o) {
     struct data *data = data_open(o->data, o->eval_data, o->seed, o->seq, 1 + o->model.mtp_depth);
     settle_vocabulary(o, data);
     config_validate(&o->model);
+    char from[OPTION_TEXT + 32] = "";
+    if (!o->plan) {
+        plan_check_memory(&o->model, o->batch, o->seq);
+        run_folder_open(o, from, sizeof from);
+    }
     printf("%s, on %s\n", o->preset, device_name());
     log_print_options(stdout, o);
     plan_print(stdout, &o->model, o->batch, o->seq, o->tokens_per_step);
     if (o->plan) {
         plan_print_activations(stdout, &o->model, o->batch, o->seq);
     } else {
-        plan_check_memory(&o->model, o->batch, o->seq);
         data_describe(data, stdout);
-        train(o, data);
+        fflush(stdout);
+        train(o, data, from);
     }
     data_close(data);
 }

@@ -293,6 +293,13 @@ bool checkpoint_newest(const char *run_folder, char *path, size_t size, FILE *lo
     return found;
 }
 
+bool checkpoint_exists(const char *run_folder) {
+    struct dirent **entries;
+    int count = scandir(run_folder, &entries, is_step, newest_first);
+    if (count >= 0) free_entries(entries, count);
+    return count > 0;
+}
+
 bool checkpoint_read_config(const char *folder, struct config *config, char *error, size_t error_size) {
     char path[FILE_PATH], line[FILE_ERROR];
     file_path(path, folder, "config.json");

@@ -47,6 +47,9 @@ void checkpoint_remove_all(const char *run_folder);
 // newer ones it skipped and why.
 bool checkpoint_newest(const char *run_folder, char *path, size_t size, FILE *log);
 
+// Whether a run has any checkpoint, complete or not.
+bool checkpoint_exists(const char *run_folder);
+
 // The model's sizes. The training-only constants that config.json has no key for stay as they are.
 bool checkpoint_read_config(const char *folder, struct config *config, char *error, size_t error_size);
 

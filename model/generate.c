@@ -48,6 +48,30 @@ int generate_tokens(struct model *m, int32_t *tokens, int prompt, int count, dou
     return added;
 }
 
+// Length of the UTF-8 sequence that text begins with, 0 for none.
+static size_t utf8_length(const char *text, size_t bytes) {
+    unsigned char first = (unsigned char)text[0];
+    size_t length = first >= 0xc2 && first < 0xe0   ? 2
+                    : first >= 0xe0 && first < 0xf0 ? 3
+                    : first >= 0xf0 && first < 0xf5 ? 4
+                                                    : 0;
+    if (length > bytes) return 0;
+    for (size_t i = 1; i < length; i++)
+        if (((unsigned char)text[i] & 0xc0) != 0x80) return 0;
+    return length;
+}
+
+// Noise may hold anything; terminals should see lines of readable characters only.
+static void replace_unprintable(char *text, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) {
+        size_t length = utf8_length(text + i, bytes - i);
+        if (length)
+            i += length - 1;
+        else if (text[i] != '\n' && (text[i] < 32 || text[i] > 126))
+            text[i] = '.';
+    }
+}
+
 void generate_print_sample(struct model *m, const struct options *o, const char *when) {
     int32_t *tokens = malloc(sizeof *tokens * ((size_t)o->sample_tokens + 1));
     char *text = malloc((size_t)o->sample_tokens + 1);
@@ -55,8 +79,7 @@ void generate_print_sample(struct model *m, const struct options *o, const char 
     tokens[0] = TOKENIZER_END_OF_TEXT;
     int count = generate_tokens(m, tokens, 1, o->sample_tokens, o->temperature, o->seed, -1);
     size_t bytes = tokenizer_decode(text, (size_t)o->sample_tokens, tokens + 1, (size_t)count);
-    for (size_t i = 0; i < bytes; i++) // noise may hold anything; terminals should not see it
-        if (text[i] != '\n' && (text[i] < 32 || text[i] > 126)) text[i] = '.';
+    replace_unprintable(text, bytes);
     printf("--- sample %s ---\n%.*s\n---\n", when, (int)bytes, text);
     fflush(stdout);
     free(text);

@@ -377,6 +377,17 @@ static void check_modes(const struct options *o, bool prompt_given, bool tempera
         fail_user(alone, "found without --generate, wanted --generate N: it matters for sampling only");
 }
 
+// Sampling reads its model from a checkpoint: the settings of a run would be ignored.
+static void check_sampling_alone(const char *const values[]) {
+    for (int i = 0; i < FLAGS; i++) {
+        const struct flag *f = &flags[i];
+        if (!values[i] || f->group == SAMPLE || strcmp(f->name, "seed") == 0 || strcmp(f->name, "seq") == 0) continue;
+        char place[64];
+        snprintf(place, sizeof place, "--%s", f->name);
+        fail_user(place, "found beside --generate, wanted --from, --prompt, --temperature, --seed or --seq only");
+    }
+}
+
 // ---- the command line ----
 
 // Edit distance between name and a flag's name; both shorter than 64.
@@ -477,7 +488,10 @@ void options_parse(struct options *o, int argc, char **argv) {
     if (o->generate && !given(values, "seq")) o->seq = 0;
 
     check_modes(o, given(values, "prompt"), given(values, "temperature"));
-    if (!o->generate) check_batch(o);
+    if (o->generate)
+        check_sampling_alone(values);
+    else
+        check_batch(o);
     check_rate(o);
 }
 

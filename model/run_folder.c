@@ -2,9 +2,11 @@
 
 #include <cjson/cJSON.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -34,12 +36,28 @@ static bool holds_run(const char *folder) {
     return access(path, F_OK) == 0 || checkpoint_newest(folder, path, sizeof path, NULL);
 }
 
+// Held until the process ends: two runs in one folder would remove each other's files.
+static void lock_folder(const char *folder) {
+    char path[OPTION_TEXT + 32];
+    snprintf(path, sizeof path, "%s/.lock", folder);
+    int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (file < 0) fail_user("--out", "cannot write %s: %s", path, strerror(errno));
+    if (flock(file, LOCK_EX | LOCK_NB) != 0)
+        fail_user("--out", "found that another process runs in %s; wait for it, or name another folder", folder);
+}
+
 void run_folder_open(const struct options *o, char *from, size_t size) {
     from[0] = 0;
     make_folder(o->out);
+    lock_folder(o->out);
     if (o->resume) {
-        if (!checkpoint_newest(o->out, from, size, stderr))
-            printf("no complete checkpoint in %s: starting at the beginning\n", o->out);
+        if (checkpoint_newest(o->out, from, size, stderr)) return;
+        if (checkpoint_exists(o->out))
+            fail_user("--resume",
+                      "found no complete checkpoint in %s, only the broken ones above; mend one, or start "
+                      "again with --overwrite",
+                      o->out);
+        printf("no complete checkpoint in %s: starting at the beginning\n", o->out);
     } else if (!o->overwrite && holds_run(o->out)) {
         fail_user("--out",
                   "found a run in %s; give --resume to go on with it, --overwrite to start again, or another --out",

@@ -11,6 +11,7 @@
 //   a run, --overwrite     accepted; run_folder_begin makes room
 //   a run, --resume        from [size] receives the newest complete checkpoint
 //   a run, neither         refused (exit 2)
+// Refuses (exit 2) a folder that another process runs in, and --resume where all checkpoints are broken.
 // from is empty when the run starts at the beginning; with --resume a line says so.
 void run_folder_open(const struct options *o, char *from, size_t size);
 

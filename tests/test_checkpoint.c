@@ -722,10 +722,42 @@ static void config_is_read_from_a_checkpoint(void **state) {
     model_free(&a);
 }
 
+// A kill between the two renames of a save leaves the only complete folder aside; the next save of the step, which may
+// fail, must not lose it.
+static void folder_that_was_set_aside_comes_back(void **state) {
+    (void)state;
+    struct model a;
+    model_init(&a, &uneven);
+    model_fill(&a, 1);
+    checkpoint_save(&a.c, root, 0);
+    assert_int_equal(rename(at("step-00000100"), at(".old-step-00000100")), 0);
+    assert_false(checkpoint_exists(root));
+    struct rlimit before, small;
+    getrlimit(RLIMIT_FSIZE, &before);
+    small = (struct rlimit){100, before.rlim_max};
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        signal(SIGXFSZ, SIG_IGN);
+        setrlimit(RLIMIT_FSIZE, &small);
+        close(STDERR_FILENO);
+        checkpoint_save(&a.c, root, 0);
+        _exit(0);
+    }
+    int status;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 1);
+    char path[256];
+    assert_true(checkpoint_newest(root, path, sizeof path, NULL));
+    assert_string_equal(path, at("step-00000100"));
+    model_free(&a);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, make_root, remove_root)
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+        TEST(folder_that_was_set_aside_comes_back),
         TEST(state_comes_back_bit_for_bit),
         TEST(weights_alone_come_back_without_trainer_files),
         TEST(two_saves_of_one_state_are_the_same_bytes),

@@ -183,8 +183,23 @@ static void text_longer_than_the_window_follows_from_its_last_tokens(void **stat
     model_close(&m);
 }
 
+// All tokens alike likely: a draw that did not depend on the position would take the same one every time.
+static void every_position_draws_anew(void **state) {
+    (void)state;
+    struct config c = preset_find("unit")->model;
+    struct model m;
+    model_open(&m, &c, 1, 16, false); // weights of zero
+    int32_t tokens[33] = {0};
+    assert_int_equal(generate_tokens(&m, tokens, 1, 32, 1, 5, -1), 32);
+    int repeats = 0;
+    for (int i = 2; i <= 32; i++) repeats += tokens[i] == tokens[i - 1];
+    assert_in_range(repeats, 0, 4); // 31/257 are expected
+    model_close(&m);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_position_draws_anew),
         cmocka_unit_test(temperature_zero_takes_the_first_of_the_largest),
         cmocka_unit_test(logits_of_ten_thousand_are_no_trouble),
         cmocka_unit_test(choices_have_the_probabilities_of_the_softmax),

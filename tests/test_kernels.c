@@ -9,6 +9,8 @@
 
 #include "tests/reference.h"
 
+#include "kernels/cpu/rowmath.h"
+
 // ---- device ----
 
 static void test_allocated_memory_is_zero_and_aligned_even_after_use(void **state) {
@@ -274,10 +276,21 @@ static void reference_rope(double *x, double direction) {
         for (int h = 0; h < ROPE_HEADS; h++)
             for (int j = 0; j < ROPE_DIM / 2; j++) {
                 double *pair = x + i * ROPE_STRIDE + h * ROPE_HEAD + ROPE_FIRST + 2 * j;
-                double complex z =
-                    CMPLX(pair[0], pair[1]) * cexp(CMPLX(0, direction * (i % ROPE_T) * rope_frequency(j)));
+                double angle = direction * (i % ROPE_T) * rope_frequency(j);
+                double complex z = (pair[0] + pair[1] * _Complex_I) * cexp(angle * _Complex_I);
                 pair[0] = creal(z), pair[1] = cimag(z);
             }
+}
+
+// The exponential that softmax and SwiGLU are made of: two units in the last place, zero far below, no infinity.
+static void test_row_exp_is_right_to_two_units(void **state) {
+    (void)state;
+    for (double x = -86.9; x < 88; x += 0.00137) {
+        double wanted = exp((double)(real)x), error = fabs((double)row_exp((real)x) - wanted);
+        if (!(error <= 2 * 0x1p-23 * wanted)) fail_msg("exp(%g): relative error %g", x, error / wanted);
+    }
+    assert_true(row_exp(-88) == 0 && row_exp(-1e30f) == 0 && row_exp(0) == 1);
+    assert_true(isfinite(row_exp(1000)) && isnan(row_exp(NAN)));
 }
 
 static bool rope_turns(int column) {
@@ -810,6 +823,7 @@ static void test_sizes_of_zero_do_nothing(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_row_exp_is_right_to_two_units),
         watched_test(test_allocated_memory_is_zero_and_aligned_even_after_use),
         watched_test(test_memory_that_does_not_exist_ends_with_the_size_asked_for),
         watched_test(test_copies_and_conversions_return_what_went_in),

@@ -33,7 +33,7 @@ static void folder_that_cannot_be_made_is_refused(void **state) {
     assert_refused(QUIET, "--steps", "3", "--out", "/proc/nobody/run");
     assert_error("--out: cannot make the folder /proc/nobody");
     assert_refused(QUIET, "--steps", "3", "--out", "/proc"); // there, but nothing can be written
-    assert_error("--out: cannot write /proc/config.json");
+    assert_error("--out: cannot write /proc/.lock");
 }
 
 static void resume_with_other_settings_is_refused(void **state) {
@@ -261,6 +261,31 @@ static void context_beyond_the_positions_of_the_model_is_refused(void **state) {
     assert_error("--seq: found 65, wanted at most the 64 positions of the model");
 }
 
+static void flags_of_a_run_beside_sampling_are_refused(void **state) {
+    (void)state;
+    assert_refused("--generate", "5", "--from", at("run"), "--steps", "5");
+    assert_error("--steps: found beside --generate");
+    assert_refused("--generate", "5", "--from", at("run"), "--plan");
+    assert_error("--plan: found beside --generate");
+}
+
+static void second_process_in_a_folder_is_refused(void **state) {
+    (void)state;
+    pid_t first = start(QUIET, "--steps", "1000000", "--out", at("run"));
+    for (int i = 0; i < 1000 && !exists("run/log.jsonl"); i++) usleep(10000);
+    fflush(NULL);
+    static const char *const how[] = {"--resume", "--overwrite"};
+    for (int i = 0; i < 2; i++) {
+        output_path = at("second");
+        assert_refused(QUIET, "--steps", "5", how[i], "--out", at("run"));
+        assert_contains(err, "--out: found that another process runs in");
+    }
+    kill(first, SIGKILL);
+    assert_int_equal(waitpid(first, NULL, 0), first);
+    output_path = NULL;
+    assert_runs(QUIET, "--steps", "2", "--overwrite", "--out", at("run"));
+}
+
 static void unwritable_output_is_an_error(void **state) {
     (void)state;
     assert_runs(QUIET, "--steps", "2", "--out", at("run"));
@@ -341,6 +366,8 @@ int main(void) {
         TEST(sampling_from_a_damaged_checkpoint_is_refused),
         TEST(sample_that_is_too_long_is_refused),
         TEST(context_beyond_the_positions_of_the_model_is_refused),
+        TEST(flags_of_a_run_beside_sampling_are_refused),
+        TEST(second_process_in_a_folder_is_refused),
         TEST(unwritable_output_is_an_error),
         TEST(log_on_a_full_disk_stops_the_run),
         TEST(run_that_does_not_fit_is_refused_and_leaves_the_old_one),

@@ -833,8 +833,22 @@ static void batches_at_the_edges_train(void **state) {
     check_steps("B 3, T 17, three micro-batches", o);
 }
 
+static void weights_that_are_not_finite_are_noticed(void **state) {
+    (void)state;
+    struct options o = unit();
+    struct run r;
+    open_run(&r, &o);
+    assert_true(trainer_is_finite(&r.t));
+    r.t.master[r.t.model.params.list[7].offset] = NAN;
+    assert_false(trainer_is_finite(&r.t));
+    r.t.master[r.t.model.params.list[7].offset] = INFINITY;
+    assert_false(trainer_is_finite(&r.t));
+    close_run(&r);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(weights_that_are_not_finite_are_noticed),
         cmocka_unit_test(cut_into_micro_batches_changes_nothing),
         cmocka_unit_test(every_step_takes_the_next_sequences_of_the_data),
         cmocka_unit_test(step_with_a_gradient_that_is_not_finite_changes_nothing),

@@ -14,7 +14,11 @@
 // they spin for some microseconds and then sleep. The library reads this when it is loaded, hence the second start.
 void device_start(char **argv) {
     if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
-    if (setenv("GOMP_SPINCOUNT", "5000", 1) == 0) execv("/proc/self/exe", argv); // if it fails: go on as it is
+    char path[4096];
+    ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
+    if (length <= 0 || setenv("GOMP_SPINCOUNT", "5000", 1) != 0) return;
+    path[length] = 0;
+    execv(path, argv); // if it fails: go on as it is
 }
 
 void *device_alloc(size_t bytes) {
