@@ -3,13 +3,13 @@
 ifeq ($(origin CC),default)
 CC = gcc
 endif
-PYTHON ?= python3
 # The machine this is built on; MARCH=x86-64-v3 or similar builds for others.
 MARCH  ?= native
 OPT    ?= -O3
 
-# No fast-math: errno and exception flags, which nobody reads, are all that is given up. Contraction is off so that C expressions mean the same everywhere; the one file that needs fused
-# multiply-adds (the matrix product's inner loop) asks for them below.
+# No fast-math: errno and exception flags, which nobody reads, are all that is given up. Contraction is off so that C
+# expressions mean the same everywhere; the one file that needs fused multiply-adds (the matrix product's inner loop)
+# asks for them below.
 WARN    = -Wall -Wextra -Wshadow
 FLOAT   = -ffp-contract=off -fno-math-errno -fno-trapping-math
 CFLAGS  = -std=c17 -D_GNU_SOURCE $(OPT) -g -march=$(MARCH) -fopenmp $(WARN) $(FLOAT) $(EXTRA_CFLAGS) -I.

@@ -170,6 +170,7 @@ void moe_combine(real *y, const real *rows, const int *row_of_slot, const real *
 // logits [rows, V]   loss [rows]   targets [rows]
 void cross_entropy(real *logits, accum *loss, const int32_t *targets, int rows, int V, bool want_gradient,
                    double scale);
+
 // ---- sums to the host ----
 
 // Sum of n values, in double.

@@ -86,8 +86,8 @@ void generate_print_sample(struct model *m, const struct options *o, const char 
     free(tokens);
 }
 
-// Tokens that the model of a checkpoint is shown at once: --seq, or what the run was trained with, or as many as the model
-// is meant for, within reason.
+// Tokens that the model of a checkpoint is shown at once: --seq, or what the run was trained with, or as many as the
+// model is meant for, within reason.
 static int context_of(const struct options *o, const struct config *c, const char *from) {
     enum { REASONABLE = 1024 };
     int seq = o->seq, trained = checkpoint_trained_length(from);

@@ -46,7 +46,7 @@ void model_add_totals(struct step_totals *totals, const struct config *c, struct
 static void load_tokens(struct model *m, struct batch batch) {
     const struct activations *a = &m->acts;
     int D = m->config.mtp_depth, columns = batch.T + 1 + D;
-    if (batch.T > a->seq || (size_t)batch.B * batch.T > (size_t)a->batch * a->seq || batch.B > a->batch)
+    if (batch.T > a->seq || batch.B > a->batch)
         fail_internal("model", "found a batch of %d x %d tokens, wanted at most %d x %d", batch.B, batch.T, a->batch,
                       a->seq);
     size_t row = sizeof(int32_t) * (size_t)batch.T;

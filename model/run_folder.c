@@ -4,7 +4,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -12,6 +11,7 @@
 
 #include "kernels/fail.h"
 #include "model/checkpoint.h"
+#include "model/files.h"
 
 static void make_folder(const char *path) {
     char partial[OPTION_TEXT];
@@ -66,16 +66,12 @@ void run_folder_open(const struct options *o, char *from, size_t size) {
 }
 
 static void write_config(const struct options *o) {
-    char path[OPTION_TEXT + 32], temporary[OPTION_TEXT + 40];
+    char path[OPTION_TEXT + 32], temporary[OPTION_TEXT + 40], error[FILE_ERROR];
     snprintf(path, sizeof path, "%s/config.json", o->out);
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
     cJSON *json = options_to_json(o);
-    char *text = cJSON_Print(json);
-    FILE *file = text ? fopen(temporary, "w") : NULL;
-    bool written = file && fprintf(file, "%s\n", text) > 0 && fflush(file) == 0 && fsync(fileno(file)) == 0;
-    if (file) written = fclose(file) == 0 && written;
-    if (!written || rename(temporary, path) != 0) fail_user("--out", "cannot write %s: %s", path, strerror(errno));
-    free(text);
+    if (!file_write_json(temporary, json, error, sizeof error)) fail_user("--out", "%s", error);
+    if (rename(temporary, path) != 0) fail_user("--out", "cannot write %s: %s", path, strerror(errno));
     cJSON_Delete(json);
 }
 

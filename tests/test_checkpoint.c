@@ -1,4 +1,5 @@
 // Checkpoints: the same bits out and in, crash-safe folders and files that lie.
+#include "tests/child.h"
 #include "tests/configs.h"
 #include "tests/folder.h"
 
@@ -7,8 +8,6 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include "kernels/kernels.h"
 #include "model/checkpoint.h"
@@ -68,28 +67,6 @@ static void model_free(struct model *m) {
 static void save_step(struct model *m, int64_t step, int keep) {
     m->c.step = step;
     checkpoint_save(&m->c, root, keep);
-}
-
-// Runs call in a child; returns its exit code and what it wrote to stderr.
-static int run_child(void (*call)(void *), void *argument, char *text, size_t size) {
-    int pipe_ends[2], status;
-    assert_int_equal(pipe(pipe_ends), 0);
-    fflush(NULL);
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(pipe_ends[1], STDERR_FILENO);
-        close(pipe_ends[0]);
-        close(pipe_ends[1]);
-        call(argument);
-        _exit(0);
-    }
-    close(pipe_ends[1]);
-    size_t used = 0;
-    for (ssize_t got; (got = read(pipe_ends[0], text + used, size - 1 - used)) > 0;) used += (size_t)got;
-    text[used] = 0;
-    close(pipe_ends[0]);
-    assert_int_equal(waitpid(child, &status, 0), child);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 128;
 }
 
 // ---- saving and loading ----

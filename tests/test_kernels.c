@@ -1,11 +1,10 @@
 // The operations outside of matrix products, attention and the router, in the order of kernels/kernels.h: against FP64,
 // with gradients by central differences, and bit by bit where the header promises bits.
+#include "tests/child.h"
 #include "tests/test.h"
 
 #include <complex.h>
 #undef I // a size in kernels/kernels.h
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include "tests/reference.h"
 
@@ -35,27 +34,15 @@ static void test_allocated_memory_is_zero_and_aligned_even_after_use(void **stat
 const char *__asan_default_options(void);
 const char *__asan_default_options(void) { return "allocator_may_return_null=1"; }
 
+static void ask_for_too_much(void *nothing) {
+    (void)nothing;
+    device_alloc((size_t)1 << 60);
+}
+
 static void test_memory_that_does_not_exist_ends_with_the_size_asked_for(void **state) {
     (void)state;
-    int ends[2];
-    assert_int_equal(pipe(ends), 0);
-    fflush(NULL);
-    pid_t child = fork();
-    assert_true(child >= 0);
-    if (child == 0) {
-        dup2(ends[1], STDERR_FILENO);
-        device_alloc((size_t)1 << 60);
-        _exit(0);
-    }
-    close(ends[1]);
-    char message[1024] = "";
-    ssize_t length = 0, got;
-    while ((got = read(ends[0], message + length, sizeof message - 1 - length)) > 0) length += got;
-    assert_int_equal(got, 0);
-    close(ends[0]);
-    int status;
-    assert_int_equal(waitpid(child, &status, 0), child);
-    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 1);
+    char message[1024];
+    assert_int_equal(run_child(ask_for_too_much, NULL, message, sizeof message), 1);
     // 2^60 in bytes, or in whatever unit the message prefers
     bool says_size = strstr(message, "1152921504606846976") || strstr(message, "1073741824") ||
                      strstr(message, "1099511627776") || strstr(message, "1048576");

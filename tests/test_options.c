@@ -1,42 +1,15 @@
 // Flags, presets and the rules between sizes: what is taken, what is refused and with which words.
-#include "tests/test.h"
+#include "tests/child.h"
 
 #include <cjson/cJSON.h>
 #include <limits.h>
 #include <stdbool.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include "model/config.h"
 #include "model/options.h"
 #include "model/presets.h"
 
 // ---- helpers ----
-
-// Runs f(argument) in a child; returns its exit code (0 if f returns) and what it wrote to stderr.
-static int run_child(void (*f)(void *), void *argument, char *message, size_t size) {
-    int ends[2];
-    assert_int_equal(pipe(ends), 0);
-    fflush(NULL);
-    pid_t child = fork();
-    assert_true(child >= 0);
-    if (child == 0) {
-        dup2(ends[1], STDERR_FILENO);
-        close(ends[0]);
-        f(argument);
-        _exit(0);
-    }
-    close(ends[1]);
-    size_t length = 0;
-    ssize_t got;
-    while (length + 1 < size && (got = read(ends[0], message + length, size - 1 - length)) > 0) length += (size_t)got;
-    message[length] = 0;
-    close(ends[0]);
-    int status;
-    assert_int_equal(waitpid(child, &status, 0), child);
-    assert_true(WIFEXITED(status));
-    return WEXITSTATUS(status);
-}
 
 // Parses "--flag value ..." split at spaces.
 static void parse(struct options *o, const char *line) {

@@ -1,11 +1,10 @@
 // The optimizer step and what surrounds it: accumulation, the guard, clipping, AdamW, the selection bias,
 // repeatability, resume, and configurations at the edges.
+#include "tests/child.h"
 #include "tests/test.h"
 
 #include <cjson/cJSON.h>
-#include <fcntl.h>
 #include <omp.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "model/checkpoint.h"
@@ -680,26 +679,14 @@ static void resumed_run_is_the_straight_run_byte_for_byte(void **state) {
     close_run(&straight);
 }
 
-// The exit code of restoring in a child, and what it wrote.
-static int restore_in_child(struct trainer *t, const char *path, char *text, size_t size) {
-    int ends[2], status;
-    assert_int_equal(pipe(ends), 0);
-    fflush(NULL);
-    pid_t child = fork();
-    assert_true(child >= 0);
-    if (child == 0) {
-        int null = open("/dev/null", O_WRONLY);
-        if (null < 0 || dup2(null, STDOUT_FILENO) < 0 || dup2(ends[1], STDERR_FILENO) < 0) _exit(99);
-        trainer_restore(t, path);
-        _exit(0);
-    }
-    close(ends[1]);
-    size_t used = 0;
-    for (ssize_t got; (got = read(ends[0], text + used, size - 1 - used)) > 0;) used += (size_t)got;
-    text[used] = 0;
-    close(ends[0]);
-    assert_int_equal(waitpid(child, &status, 0), child);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 128;
+struct restoring {
+    struct trainer *trainer;
+    const char *path;
+};
+
+static void restore(void *argument) {
+    const struct restoring *r = argument;
+    trainer_restore(r->trainer, r->path);
 }
 
 static void check_restore(struct options o, const char *refused_flag) {
@@ -707,7 +694,7 @@ static void check_restore(struct options o, const char *refused_flag) {
     char path[FILE_PATH], text[8192];
     open_run(&r, &o);
     newest(path);
-    int code = restore_in_child(&r.t, path, text, sizeof text);
+    int code = run_child(restore, &(struct restoring){&r.t, path}, text, sizeof text);
     if (code != (refused_flag ? 2 : 0) || (refused_flag && !strstr(text, refused_flag)))
         fail_msg("%s: exit code %d, message: %s", refused_flag ? refused_flag : "same run", code, text);
     close_run(&r);

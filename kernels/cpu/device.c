@@ -10,8 +10,8 @@
 #include "kernels/kernels.h"
 
 // Threads that wait for the others at the end of a loop spin, by OpenMP's default, for as long as a time slice: 10 %
-// faster than a short spin on an idle machine, but several times slower as soon as other programs want the cores. So
-// they spin for some microseconds and then sleep. The library reads this when it is loaded, hence the second start.
+// faster than a short spin on an idle machine, but two to three times slower as soon as other programs want the cores.
+// So they spin for some microseconds and then sleep. The library reads this when it is loaded, hence the second start.
 void device_start(char **argv) {
     if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
     char path[4096];

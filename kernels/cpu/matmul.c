@@ -32,26 +32,28 @@ static void products_run(struct gemm *products, int E) {
     scratch_free(products);
 }
 
-void grouped_matmul_nt(real *y, const real *x, const real *w, const int *offsets, int rows, int E, int N, int K) {
-    (void)rows; // here the host can read offsets
+// y = x w^T or x w, expert by expert. turned: w [E, N, K], else [E, K, N].
+static void grouped_rows(real *y, const real *x, const real *w, bool turned, const int *offsets, int E, int N, int K) {
     struct gemm *products = products_alloc(E);
     for (int e = 0; e < E; e++) {
         size_t first = (size_t)offsets[e];
-        struct view xe = plain(x + first * K, (size_t)K), we = transposed(w + (size_t)e * N * K, (size_t)K);
-        products[e] = product(y + first * N, xe, we, offsets[e + 1] - offsets[e], N, K, NULL);
+        const real *we = w + (size_t)e * N * K;
+        products[e] =
+            product(y + first * N, plain(x + first * K, (size_t)K),
+                    turned ? transposed(we, (size_t)K) : plain(we, (size_t)N), offsets[e + 1] - offsets[e], N, K, NULL);
     }
     products_run(products, E);
 }
 
+// The bound `rows` is for backends whose host cannot read offsets.
+void grouped_matmul_nt(real *y, const real *x, const real *w, const int *offsets, int rows, int E, int N, int K) {
+    (void)rows;
+    grouped_rows(y, x, w, true, offsets, E, N, K);
+}
+
 void grouped_matmul_nn(real *y, const real *x, const real *w, const int *offsets, int rows, int E, int N, int K) {
     (void)rows;
-    struct gemm *products = products_alloc(E);
-    for (int e = 0; e < E; e++) {
-        size_t first = (size_t)offsets[e];
-        struct view xe = plain(x + first * K, (size_t)K), we = plain(w + (size_t)e * N * K, (size_t)N);
-        products[e] = product(y + first * N, xe, we, offsets[e + 1] - offsets[e], N, K, NULL);
-    }
-    products_run(products, E);
+    grouped_rows(y, x, w, false, offsets, E, N, K);
 }
 
 void grouped_matmul_tn(accum *dw, const real *a, const real *b, const int *offsets, int rows, int E, int M, int N) {

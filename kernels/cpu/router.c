@@ -182,8 +182,7 @@ void router_update_bias(accum *bias, const int64_t *counts, int E, double rate) 
     int64_t total = 0;
     for (int e = 0; e < E; e++) total += counts[e];
     for (int e = 0; e < E; e++) {
-        // total - E counts[e] without the product, which could overflow: compare counts[e] with the mean's integer
-        // part.
+        // The sign of total - E counts[e], without the product, which could overflow.
         int64_t whole = total / E, rest = total % E;
         int sign = counts[e] < whole || (counts[e] == whole && rest > 0) ? 1 : counts[e] > whole ? -1 : 0;
         bias[e] += (accum)(rate * sign);
