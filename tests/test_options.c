@@ -547,8 +547,8 @@ static void values_that_no_flag_would_take_are_refused_too(void **state) {
 static void corner_configurations_are_valid(void **state) {
     (void)state;
     const char *patches[] = {
-        "{\"dense-layers\": 3, \"mtp-depth\": 0, \"experts\": 0, \"top-k\": 0, \"groups\": 0, \"top-groups\": 0, "
-        "\"expert-intermediate\": 0}",                // all layers dense
+        ("{\"dense-layers\": 3, \"mtp-depth\": 0, \"experts\": 0, \"top-k\": 0, \"groups\": 0, \"top-groups\": 0, "
+         "\"expert-intermediate\": 0}"),              // all layers dense
         "{\"dense-layers\": 0, \"intermediate\": 0}", // none
         "{\"experts\": 1, \"top-k\": 1, \"groups\": 1, \"top-groups\": 1, \"normalize-gates\": false}", // one expert
         "{\"groups\": 1, \"top-groups\": 1, \"top-k\": 8}",                                             // K = E
