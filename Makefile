@@ -13,9 +13,10 @@ OPT    ?= -O3
 WARN    = -Wall -Wextra -Wshadow
 FLOAT   = -ffp-contract=off -fno-math-errno -fno-trapping-math
 CFLAGS  = -std=c17 -D_GNU_SOURCE $(OPT) -g -march=$(MARCH) -fopenmp $(WARN) $(FLOAT) $(EXTRA_CFLAGS) -I.
-LDLIBS  = -lcjson -lm -lpthread
+LDLIBS  = -lcjson -lpcre2-8 -lm -lpthread
 
-LIBRARY = $(wildcard kernels/*.c kernels/cpu/*.c data/*.c model/*.c)
+# data/tokenize.c is a program of its own.
+LIBRARY = $(filter-out data/tokenize.c,$(wildcard kernels/*.c kernels/cpu/*.c data/*.c model/*.c))
 TESTS   = $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 # Tests and checks that need the double build of the library.
 DOUBLE_TESTS = test_gradients

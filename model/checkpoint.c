@@ -12,7 +12,7 @@
 #include "data/tokenizer.h"
 #include "kernels/fail.h"
 #include "kernels/kernels.h"
-#include "model/files.h"
+#include "data/files.h"
 #include "model/hf_config.h"
 #include "model/shards.h"
 

@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "kernels/fail.h"
-#include "model/files.h"
+#include "data/files.h"
 
 // ---- the keys ----
 

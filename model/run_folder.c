@@ -11,7 +11,7 @@
 
 #include "kernels/fail.h"
 #include "model/checkpoint.h"
-#include "model/files.h"
+#include "data/files.h"
 
 static void make_folder(const char *path) {
     char partial[OPTION_TEXT];

@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <stdio.h>
 
-#include "model/files.h"
+#include "data/files.h"
 
 enum safetensors_type { SAFETENSORS_F32, SAFETENSORS_F16, SAFETENSORS_BF16, SAFETENSORS_I64, SAFETENSORS_TYPES };
 extern const char *const safetensors_type_names[SAFETENSORS_TYPES];

@@ -61,6 +61,11 @@ if probe_cjson; then
 else
     absent "cJSON" "no program links with -lcjson; 'make setup' installs libcjson-dev"
 fi
+if probe_pcre2; then
+    found "PCRE2" "$("$probe_dir/program")"
+else
+    absent "PCRE2" "no program links with -lpcre2-8; 'make setup' installs libpcre2-dev"
+fi
 if probe_cmocka; then
     found "cmocka" "a program links with -lcmocka"
 else
@@ -75,6 +80,13 @@ elif [ "$ranks" = "0/1 0/1" ]; then
                  Ubuntu 24.04, which has that fault; Open MPI works there (openmpi-bin libopenmpi-dev)"
 else
     absent "MPI" "mpirun -n 2 started the ranks '$ranks', wanted '0/2 1/2'; it said: $(head -n 3 "$probe_dir/mpirun")"
+fi
+
+echo "for the fuzz targets of make test-full:"
+if probe_clang; then
+    found "clang" "$("${FUZZ_CC:-clang}" --version | head -n 1)"
+else
+    absent "clang" "no ${FUZZ_CC:-clang} that links with -fsanitize=fuzzer; 'make test-full' installs it"
 fi
 
 echo "for the GPU, later (this tree builds for the CPU only as yet):"

@@ -51,6 +51,28 @@ int main(void) { return puts(cJSON_Version()) < 0; }
 END
 }
 
+probe_pcre2() {
+    probe_builds "$CC" -lpcre2-8 <<'END'
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
+#include <stdio.h>
+int main(void) {
+    char version[64] = "";
+    pcre2_config(PCRE2_CONFIG_VERSION, version);
+    return puts(version) < 0;
+}
+END
+}
+
+# Fuzz targets need clang's libFuzzer with its sanitizers.
+probe_clang() {
+    probe_builds "${FUZZ_CC:-clang}" -fsanitize=fuzzer,address,undefined <<'END'
+#include <stddef.h>
+#include <stdint.h>
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) { return size && data[0] == 1 && size > 1000000; }
+END
+}
+
 probe_cmocka() {
     probe_builds "$CC" -lcmocka <<'END'
 #include <setjmp.h>

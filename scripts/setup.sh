@@ -1,8 +1,10 @@
 #!/bin/sh
-# Installs what building, running and testing need and what is not there yet: a C compiler, make, MPI, cJSON, cmocka.
+# Installs what building, running and testing need and what is not there yet: a C compiler, make, MPI, cJSON, PCRE2,
+# cmocka.
 #
 #   sh scripts/setup.sh            install what is missing; exit 2 if that takes your hand
 #   sh scripts/setup.sh --check    only report; exit 1 if something is missing
+#   sh scripts/setup.sh --fuzz     clang as well, which `make test-full` builds its fuzz targets with
 #
 # A link test decides what is missing (probe.sh). Installing goes through apt-get, as root or by a sudo that does not
 # ask; for other package managers the line to run is printed.
@@ -13,22 +15,24 @@ die() {
     exit 2
 }
 
+check_only=false
+needs="compiler make mpi cjson pcre2 cmocka"
 case "$#:${1-}" in
-0:) check_only=false ;;
+0:) ;;
 1:--check) check_only=true ;;
-*) die "found the arguments '$*', wanted none or --check" ;;
+1:--fuzz) needs="$needs clang" ;;
+*) die "found the arguments '$*', wanted none, --check or --fuzz" ;;
 esac
 
 cd "$(dirname "$0")" || exit 1
 . ./probe.sh
-
-needs="compiler make mpi cjson cmocka"
 
 title_of() {
     case $1 in
     compiler) echo "C compiler" ;;
     mpi) echo "MPI" ;;
     cjson) echo "cJSON" ;;
+    pcre2) echo "PCRE2" ;;
     *) echo "$1" ;;
     esac
 }
@@ -47,10 +51,16 @@ packages_of() {
     apt-get:compiler) echo "gcc libc6-dev" ;; # libc6-dev: only recommended by gcc, and recommendations are left out
     apt-get:mpi) echo "mpich libmpich-dev" ;;
     apt-get:cjson) echo "libcjson-dev" ;;
+    apt-get:pcre2) echo "libpcre2-dev" ;;
     apt-get:cmocka) echo "libcmocka-dev" ;;
+    apt-get:clang) echo "clang libclang-rt-dev" ;;
     dnf:mpi) echo "mpich mpich-devel" ;;
     dnf:cjson) echo "cjson-devel" ;;
+    dnf:pcre2) echo "pcre2-devel" ;;
     dnf:cmocka) echo "libcmocka-devel" ;;
+    dnf:clang) echo "clang compiler-rt" ;;
+    pacman:clang) echo "clang compiler-rt" ;;
+    brew:clang) echo "llvm" ;;
     pacman:mpi) echo "openmpi" ;;
     *:compiler) echo "gcc" ;;
     *:mpi) echo "mpich" ;;
@@ -72,7 +82,7 @@ for need in $needs; do
     is_there "$need" || missing="$missing $need"
 done
 if [ -z "$missing" ]; then
-    echo "setup: C compiler, make, MPI, cJSON and cmocka are all there"
+    echo "setup: all is there:$(for need in $needs; do printf ' %s' "$(title_of "$need")"; done | sed 's/ \([^ ]*\)$/ and \1/')"
     exit 0
 fi
 for need in $needs; do

@@ -11,7 +11,7 @@
 
 #include "kernels/kernels.h"
 #include "model/checkpoint.h"
-#include "model/files.h"
+#include "data/files.h"
 #include "model/safetensors.h"
 #include "model/shards.h"
 

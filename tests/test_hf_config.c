@@ -4,7 +4,7 @@
 
 #include <cjson/cJSON.h>
 
-#include "model/files.h"
+#include "data/files.h"
 #include "model/hf_config.h"
 
 // What config.json says after a trip through text, with one key replaced (value NULL: removed).

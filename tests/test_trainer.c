@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include "model/checkpoint.h"
-#include "model/files.h"
+#include "data/files.h"
 #include "model/schedule.h"
 #include "model/trainer.h"
 

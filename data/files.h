@@ -1,7 +1,7 @@
 // Files that survive a crash, and JSON that is not trusted. Functions return false (or NULL) with one line in error
 // that begins with the path, so that the caller can clean up before it gives up.
-#ifndef MOK_MODEL_FILES_H
-#define MOK_MODEL_FILES_H
+#ifndef MOK_DATA_FILES_H
+#define MOK_DATA_FILES_H
 
 #include <stdbool.h>
 #include <stddef.h>

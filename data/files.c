@@ -1,4 +1,4 @@
-#include "model/files.h"
+#include "data/files.h"
 
 #include <cjson/cJSON.h>
 #include <dirent.h>
