@@ -211,8 +211,7 @@ static void read_file(const struct source *s, uint64_t start, size_t n, int32_t 
                       "do not change it during a run",
                       start, end_of_text);
         }
-        tokenizer_encode(tokens, bytes, (size_t)got);
-        tokens += got;
+        for (ssize_t i = 0; i < got; i++) *tokens++ = (unsigned char)bytes[i];
         start += (uint64_t)got;
         n -= (size_t)got;
     }
@@ -225,7 +224,8 @@ static void read_stories(uint64_t rng, size_t n, int32_t *tokens) {
     int32_t ids[STORIES_MAX_BYTES + 1] = {TOKENIZER_END_OF_TEXT};
     size_t skip = 0, filled = 0;
     while (filled < n) {
-        size_t length = 1 + tokenizer_encode(ids + 1, story, stories_write(&rng, story));
+        size_t length = 1;
+        for (size_t i = 0, bytes = stories_write(&rng, story); i < bytes; i++) ids[length++] = (unsigned char)story[i];
         if (filled == 0 && random_below(&rng, 2)) skip = random_below(&rng, length);
         size_t room = n - filled, taken = length - skip < room ? length - skip : room;
         memcpy(tokens + filled, ids + skip, sizeof *tokens * taken);
