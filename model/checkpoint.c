@@ -293,6 +293,11 @@ bool checkpoint_newest(const char *run_folder, char *path, size_t size, FILE *lo
     return found;
 }
 
+void checkpoint_find(const char *folder, char *path, size_t size) {
+    if (!checkpoint_newest(folder, path, size, stderr) && snprintf(path, size, "%s", folder) >= (int)size)
+        fail_user(folder, "found a path of %zu bytes, wanted less than %zu; use a shorter one", strlen(folder), size);
+}
+
 bool checkpoint_exists(const char *run_folder) {
     struct dirent **entries;
     int count = scandir(run_folder, &entries, is_step, newest_first);

@@ -50,6 +50,10 @@ bool checkpoint_newest(const char *run_folder, char *path, size_t size, FILE *lo
 // Whether a run has any checkpoint, complete or not.
 bool checkpoint_exists(const char *run_folder);
 
+// The checkpoint that a folder stands for: the newest complete one of a run, else the folder itself. Ends the program
+// (exit 2) when the path is too long.
+void checkpoint_find(const char *folder, char *path, size_t size);
+
 // The model's sizes. The training-only constants that config.json has no key for stay as they are.
 bool checkpoint_read_config(const char *folder, struct config *config, char *error, size_t error_size);
 

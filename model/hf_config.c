@@ -192,7 +192,7 @@ static bool read_q_rank(struct config *c, const struct cJSON *json, char *error,
 
 static bool read_yarn(struct yarn *yarn, const struct cJSON *json, char *error, size_t error_size) {
     const struct cJSON *scaling = cJSON_GetObjectItemCaseSensitive(json, "rope_scaling");
-    *yarn = (struct yarn){0};
+    yarn->factor = 0; // the other values are of no meaning then
     if (cJSON_IsNull(scaling)) return true;
     const struct cJSON *type = cJSON_GetObjectItemCaseSensitive(scaling, "type");
     if (!type) type = cJSON_GetObjectItemCaseSensitive(scaling, "rope_type");
