@@ -253,19 +253,19 @@ static void resumed_run_equals_the_straight_one(void **state) {
     (void)state;
     static const char *const schedules[] = {"cosine", "linear", "wsd", "constant"};
     for (int i = 0; i < 4; i++) {
-        assert_runs(QUIET, "--schedule", schedules[i], "--steps", "6", "--save-every", "3", "--overwrite", "--out",
+        assert_runs(QUIET, "--schedule", schedules[i], "--steps", "20", "--save-every", "10", "--overwrite", "--out",
                     at("straight"));
-        assert_runs(QUIET, "--schedule", schedules[i], "--steps", "6", "--save-every", "3", "--overwrite", "--out",
+        assert_runs(QUIET, "--schedule", schedules[i], "--steps", "20", "--save-every", "10", "--overwrite", "--out",
                     at("resumed"));
-        remove_tree(at("resumed/step-00000006")); // as if the run had ended between the two
-        assert_runs(QUIET, "--schedule", schedules[i], "--steps", "6", "--save-every", "3", "--resume", "--out",
+        remove_tree(at("resumed/step-00000020")); // as if the run had ended between the two
+        assert_runs(QUIET, "--schedule", schedules[i], "--steps", "20", "--save-every", "10", "--resume", "--out",
                     at("resumed"));
         assert_contains(out, "going on from");
-        assert_contains(out, "step 4/6");
-        assert_lacks(out, "step 3/6");
-        assert_true(same_tree("straight/step-00000006", "resumed/step-00000006"));
+        assert_contains(out, "step 11/20");
+        assert_lacks(out, "step 10/20");
+        assert_true(same_tree("straight/step-00000020", "resumed/step-00000020"));
         assert_true(same_log("straight", "resumed"));
-        assert_steps_logged("resumed", 1, 6);
+        assert_steps_logged("resumed", 1, 20);
     }
 }
 
