@@ -140,15 +140,6 @@ static void train(struct options *o, const struct data *data, const struct origi
     trainer_close(&t);
 }
 
-// The vocabulary follows the data unless it was given; given, it must hold every id.
-static void settle_vocabulary(struct options *o, const struct data *data) {
-    int found = data_vocab(data);
-    if (o->model.vocab == 0) o->model.vocab = found;
-    if (o->model.vocab < found)
-        fail_user("--vocab", "found %d, wanted at least %d, the token ids of --data %s", o->model.vocab, found,
-                  o->data);
-}
-
 static void take_saved_settings(struct options *o, const char *folder, int argc, char **argv) {
     struct checkpoint c = {0};
     checkpoint_load_progress(folder, &c);
@@ -182,8 +173,8 @@ static void settle(struct options *o, struct origin *origin, int argc, char **ar
 static void run(struct options *o, int argc, char **argv) {
     struct origin origin = {0};
     settle(o, &origin, argc, argv);
-    struct data *data = data_open(o->data, o->eval_data, o->seed, o->seq, 1 + o->model.mtp_depth);
-    settle_vocabulary(o, data);
+    struct data *data = data_open(o->data, o->eval_data, NULL, o->seed, o->seq, 1 + o->model.mtp_depth);
+    o->model.vocab = data_settle_vocab(data, o->model.vocab);
     config_validate(&o->model);
     if (!o->plan) {
         plan_check_memory(&o->model, o->batch, o->seq);
