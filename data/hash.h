@@ -1,4 +1,5 @@
-// A 64-bit fingerprint of bytes, to notice damage and change; not for secrets. The same on every machine.
+// A 64-bit fingerprint of bytes, to notice damage and change; not for secrets. The same on every little-endian machine.
+// Damage within one word of eight bytes is noticed for certain, anything else but for one case in 2^64.
 //
 //   struct hash h = hash_begin();
 //   hash_add(&h, bytes, count);   // as often as there are pieces; how they are cut does not matter
@@ -36,6 +37,7 @@ static inline void hash_block(struct hash *h, const unsigned char *block) {
 static inline void hash_add(struct hash *h, const void *data, size_t bytes) {
     const unsigned char *next = data;
     size_t held = h->bytes % HASH_BLOCK;
+    if (!bytes) return; // data may be NULL then
     h->bytes += bytes;
     if (held) {
         size_t taken = HASH_BLOCK - held < bytes ? HASH_BLOCK - held : bytes;
