@@ -112,7 +112,8 @@ static void train(struct options *o, const struct data *data, const char *from) 
     if (from[0]) trainer_restore(&t, from);
     if (t.step >= o->steps)
         printf("found step %lld done, and --steps %lld: nothing to do\n", (long long)t.step, (long long)o->steps);
-    run_folder_begin(o);
+    else
+        run_folder_begin(o);
     log_open(&log, &t, o->out);
     signal(SIGINT, request_stop);
     signal(SIGTERM, request_stop);
