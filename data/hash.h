@@ -24,13 +24,15 @@ struct hash {
 
 static inline struct hash hash_begin(void) { return (struct hash){.lanes = {1, 2, 3, 4}}; }
 
-// An odd factor and a shift down keep every bit of the word: two blocks that differ leave different lanes.
+// One step of a lane can be undone, so blocks that differ leave different lanes. Factors carry a change upwards, the
+// rotation brings it down again; the first factor keeps a change of few bits from being cancelled by few bits of the
+// next block.
 static inline void hash_block(struct hash *h, const unsigned char *block) {
     for (int lane = 0; lane < HASH_LANES; lane++) {
         uint64_t word;
         memcpy(&word, block + 8 * lane, 8);
-        uint64_t mixed = (h->lanes[lane] ^ word) * 0x9e3779b97f4a7c15ull;
-        h->lanes[lane] = mixed ^ mixed >> 29;
+        uint64_t mixed = h->lanes[lane] ^ word * 0x9e3779b97f4a7c15ull;
+        h->lanes[lane] = (mixed << 29 | mixed >> 35) * 0xd1342543de82ef95ull;
     }
 }
 
