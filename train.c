@@ -14,12 +14,15 @@
 #include "kernels/fail.h"
 #include "kernels/kernels.h"
 #include "model/checkpoint.h"
+#include "model/evaluate.h"
 #include "model/generate.h"
 #include "model/log.h"
 #include "model/options.h"
 #include "model/plan.h"
 #include "model/run_folder.h"
+#include "model/saved_model.h"
 #include "model/trainer.h"
+#include "model/vocabulary.h"
 
 static volatile sig_atomic_t stop_requested;
 static void request_stop(int signal_number) {
@@ -92,25 +95,31 @@ static _Noreturn void stop_not_finite(const struct trainer *t, const struct step
                   (long long)r->step, r->loss, r->norm, t->options.out);
 }
 
-static void train_loop(struct trainer *t, struct run_log *log) {
+static void evaluate(struct trainer *t, struct run_log *log, const struct choices *choices) {
     const struct options *o = &t->options;
-    if (o->sample_tokens && t->step == 0) generate_print_sample(&t->model, o, "before training");
+    log_eval(log, t, trainer_evaluate(t, o->eval_sequences));
+    if (choices) log_choices(log, t, evaluate_all_choices(&t->model, choices, o->batch, o->seq));
+}
+
+static void train_loop(struct trainer *t, struct run_log *log, const struct choices *choices) {
+    const struct options *o = &t->options;
+    if (o->sample_tokens && t->step == 0) generate_print_sample(&t->model, o, t->tokenizer, "before training");
     while (t->step < o->steps && !stop_requested) {
         double start = clock_seconds();
         struct step_report report = trainer_step(t);
         if (!report.finite) stop_not_finite(t, &report);
         log_step(log, t, &report, clock_seconds() - start);
         if (o->log_moe_every && t->step % o->log_moe_every == 0) log_moe(log, t);
-        if (is_due(o->eval_every, t->step, o)) log_eval(log, t, trainer_evaluate(t, o->eval_sequences));
+        if (is_due(o->eval_every, t->step, o)) evaluate(t, log, choices);
         if (is_due(o->save_every, t->step, o)) save(t);
         if (o->sample_every && t->step % o->sample_every == 0 && t->step < o->steps)
-            generate_print_sample(&t->model, o, "in between");
+            generate_print_sample(&t->model, o, t->tokenizer, "in between");
     }
     if (stop_requested) {
         printf("stopped by signal %d after step %lld\n", (int)stop_requested, (long long)t->step);
         if (o->save_every && !is_due(o->save_every, t->step, o)) save(t); // else it has been saved
     } else if (o->sample_tokens) {
-        generate_print_sample(&t->model, o, "after training");
+        generate_print_sample(&t->model, o, t->tokenizer, "after training");
     }
 }
 
@@ -120,10 +129,34 @@ struct origin {
     char weights[OPTION_TEXT + 32];    // of another, to begin with
 };
 
-static void train(struct options *o, const struct data *data, const struct origin *origin) {
+// What a run reads, and who understands it.
+struct input {
+    struct tokenizer *tokenizer; // NULL: nobody
+    struct data *data;
+    struct choices choices; // of --eval-choices
+};
+
+static void input_open(struct input *in, struct options *o, const char *weights, int length, int lookahead) {
+    char error[FILE_ERROR];
+    *in = (struct input){.tokenizer = vocabulary_open(o, weights)};
+    in->data = data_open(o->data, o->eval_data, in->tokenizer, o->seed, length, lookahead);
+    o->model.vocab = data_settle_vocab(in->data, o->model.vocab);
+    if (o->eval_choices[0] && !choices_open(&in->choices, o->eval_choices, o->model.vocab, error, sizeof error))
+        fail_user("--eval-choices", "%s", error);
+}
+
+static const struct choices *input_choices(const struct input *in) { return in->choices.count ? &in->choices : NULL; }
+
+static void input_close(struct input *in) {
+    if (in->choices.count) choices_close(&in->choices);
+    data_close(in->data);
+    tokenizer_close(in->tokenizer);
+}
+
+static void train(struct options *o, const struct input *in, const struct origin *origin) {
     struct trainer t;
     struct run_log log;
-    trainer_open(&t, o, data);
+    trainer_open(&t, o, in->data, in->tokenizer);
     if (origin->checkpoint[0])
         trainer_restore(&t, origin->checkpoint);
     else if (origin->weights[0])
@@ -134,7 +167,7 @@ static void train(struct options *o, const struct data *data, const struct origi
         run_folder_begin(o);
         log_open(&log, &t, o->out);
         catch_stop_signals();
-        train_loop(&t, &log);
+        train_loop(&t, &log, input_choices(in));
         log_close(&log);
     }
     trainer_close(&t);
@@ -173,8 +206,8 @@ static void settle(struct options *o, struct origin *origin, int argc, char **ar
 static void run(struct options *o, int argc, char **argv) {
     struct origin origin = {0};
     settle(o, &origin, argc, argv);
-    struct data *data = data_open(o->data, o->eval_data, NULL, o->seed, o->seq, 1 + o->model.mtp_depth);
-    o->model.vocab = data_settle_vocab(data, o->model.vocab);
+    struct input in;
+    input_open(&in, o, origin.checkpoint[0] ? origin.checkpoint : origin.weights, o->seq, 1 + o->model.mtp_depth);
     config_validate(&o->model);
     if (!o->plan) {
         plan_check_memory(&o->model, o->batch, o->seq);
@@ -186,11 +219,31 @@ static void run(struct options *o, int argc, char **argv) {
     if (o->plan) {
         plan_print_activations(stdout, &o->model, o->batch, o->seq);
     } else {
-        data_describe(data, stdout);
+        data_describe(in.data, stdout);
         fflush(stdout);
-        train(o, data, &origin);
+        train(o, &in, &origin);
     }
-    data_close(data);
+    input_close(&in);
+}
+
+// --evaluate: the weights of --from on held-out data.
+static void evaluate_weights(struct options *o) {
+    struct model m;
+    struct input in;
+    char folder[OPTION_TEXT + 32];
+    saved_model_open(&m, o, o->batch, folder, sizeof folder);
+    o->model = m.config;
+    input_open(&in, o, folder, m.acts.seq, 1);
+    data_describe(in.data, stdout);
+    fflush(stdout);
+    printf("weights in %s | ", folder);
+    log_print_eval(stdout, evaluate_heldout(&m, in.data, in.tokenizer, o->batch, m.acts.seq, o->eval_sequences));
+    if (in.choices.count) {
+        printf("weights in %s | ", folder);
+        log_print_choices(stdout, evaluate_all_choices(&m, &in.choices, o->batch, m.acts.seq));
+    }
+    input_close(&in);
+    model_close(&m);
 }
 
 int main(int argc, char **argv) {
@@ -206,6 +259,8 @@ int main(int argc, char **argv) {
         refuse_several_ranks();
         if (o.generate)
             generate_from_checkpoint(&o);
+        else if (o.evaluate)
+            evaluate_weights(&o);
         else
             run(&o, argc, argv);
     }

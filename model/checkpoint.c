@@ -262,11 +262,10 @@ static bool read_trainer(struct checkpoint *c, const char *folder, char *error, 
 
 // ---- saving ----
 
-static bool write_config(const struct config *c, const char *folder, char *error, size_t error_size) {
+static bool write_config(const struct checkpoint *c, const char *folder, char *error, size_t error_size) {
     char path[FILE_PATH];
-    bool bytes = c->vocab >= TOKENIZER_BYTE_VOCAB;
-    int end_of_text = bytes ? TOKENIZER_END_OF_TEXT : 0;
-    struct cJSON *config = hf_config_to_json(c, end_of_text, "float32");
+    int end_of_text = c->tokenizer ? tokenizer_end_of_text(c->tokenizer) : -1;
+    struct cJSON *config = hf_config_to_json(c->config, end_of_text, "float32");
     struct cJSON *generation = hf_generation_config_to_json(end_of_text);
     file_path(path, folder, "config.json");
     bool written = file_write_json(path, config, error, error_size);
@@ -274,11 +273,7 @@ static bool write_config(const struct config *c, const char *folder, char *error
     written = written && file_write_json(path, generation, error, error_size);
     cJSON_Delete(config);
     cJSON_Delete(generation);
-    if (!written || !bytes) return written;
-    struct tokenizer *tokenizer = tokenizer_open_bytes();
-    written = tokenizer_write(tokenizer, folder, error, error_size);
-    tokenizer_close(tokenizer);
-    return written;
+    return written && (!c->tokenizer || tokenizer_write(c->tokenizer, folder, error, error_size));
 }
 
 static bool write_folder(const struct checkpoint *c, const char *folder, char *error, size_t error_size) {
@@ -286,7 +281,7 @@ static bool write_folder(const struct checkpoint *c, const char *folder, char *e
     struct shard_array state[] = {{".master", NULL, c->master}, {".m", NULL, c->m}, {".v", NULL, c->v}};
     if (mkdir(folder, 0777) != 0)
         return file_error(error, error_size, "%s: cannot create the folder: %s", folder, strerror(errno));
-    return write_config(c->config, folder, error, error_size) &&
+    return write_config(c, folder, error, error_size) &&
            shards_write(folder, "model", c->config, c->params, &model, 1, c->bias, error, error_size) &&
            shards_write_index(folder, c->config, c->params, error, error_size) &&
            shards_write(folder, "state", c->config, c->params, state, 3, NULL, error, error_size) &&

@@ -24,7 +24,10 @@
 
 struct cJSON;
 
+struct tokenizer;
+
 struct checkpoint {
+    const struct tokenizer *tokenizer; // saved beside the weights; NULL: none
     const struct config *config;
     const struct params *params;
     // Device arrays as params lays them out, [params->size]. Loading weights skips those that are NULL.

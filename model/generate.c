@@ -6,10 +6,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "data/tokenizer.h"
 #include "kernels/fail.h"
 #include "kernels/random.h"
-#include "model/checkpoint.h"
+#include "model/saved_model.h"
+#include "model/vocabulary.h"
 
 // Uniform in [0, 1), from (seed, position) alone.
 static double uniform_at(uint64_t seed, uint64_t position) {
@@ -72,72 +72,85 @@ static void replace_unprintable(char *text, size_t bytes) {
     }
 }
 
-void generate_print_sample(struct model *m, const struct options *o, const char *when) {
-    int32_t *tokens = malloc(sizeof *tokens * ((size_t)o->sample_tokens + 1));
-    char *text = malloc((size_t)o->sample_tokens + 1);
-    if (!tokens || !text) fail_internal("sampling", "found no memory for %d tokens", o->sample_tokens);
-    tokens[0] = TOKENIZER_END_OF_TEXT;
-    int count = generate_tokens(m, tokens, 1, o->sample_tokens, o->temperature, o->seed, -1);
-    struct tokenizer *tokenizer = tokenizer_open_bytes();
-    size_t bytes = tokenizer_decode(tokenizer, text, (size_t)o->sample_tokens, tokens + 1, (size_t)count);
-    tokenizer_close(tokenizer);
+// What a text begins with: the end of the one before it.
+static int32_t first_token(const struct model *m, const struct tokenizer *tokenizer) {
+    int32_t id = tokenizer ? tokenizer_end_of_text(tokenizer) : -1;
+    return id >= 0 && id < m->config.vocab ? id : 0;
+}
+
+// Text of the ids, or the ids themselves where nothing says what they stand for.
+static void print_tokens(const struct tokenizer *tokenizer, const int32_t *tokens, size_t count) {
+    if (!tokenizer) {
+        for (size_t i = 0; i < count; i++) printf("%s%d", i ? " " : "", tokens[i]);
+        return;
+    }
+    size_t room = tokenizer_decode_room(tokenizer, tokens, count);
+    char *text = malloc(room + 1);
+    if (!text) fail_internal("sampling", "found no memory for %zu bytes of text", room);
+    size_t bytes = tokenizer_decode(tokenizer, text, room, tokens, count);
     replace_unprintable(text, bytes);
-    printf("--- sample %s ---\n%.*s\n---\n", when, (int)bytes, text);
-    fflush(stdout);
+    fwrite(text, 1, bytes, stdout);
     free(text);
+}
+
+void generate_print_sample(struct model *m, const struct options *o, const struct tokenizer *tokenizer,
+                           const char *when) {
+    int32_t *tokens = malloc(sizeof *tokens * ((size_t)o->sample_tokens + 1));
+    if (!tokens) fail_internal("sampling", "found no memory for %d tokens", o->sample_tokens);
+    tokens[0] = first_token(m, tokenizer);
+    int count = generate_tokens(m, tokens, 1, o->sample_tokens, o->temperature, o->seed, -1);
+    printf("--- sample %s ---\n", when);
+    print_tokens(tokenizer, tokens + 1, (size_t)count);
+    printf("\n---\n");
+    fflush(stdout);
     free(tokens);
 }
 
-// Tokens that the model of a checkpoint is shown at once: --seq, or what the run was trained with, or as many as the
-// model is meant for, within reason.
-static int context_of(const struct options *o, const struct config *c, const char *from) {
-    enum { REASONABLE = 1024 };
-    int seq = o->seq, trained = checkpoint_trained_length(from);
-    if (seq == 0) seq = trained > 0 ? trained : c->max_positions < REASONABLE ? c->max_positions : REASONABLE;
-    if (seq > c->max_positions)
-        fail_user("--seq", "found %d, wanted at most the %d positions of the model in %s", seq, c->max_positions, from);
-    return seq;
-}
-
-static void open_saved_model(struct model *m, const struct options *o) {
-    struct config c = o->model;
-    char from[OPTION_TEXT + 32], error[512];
-    checkpoint_find(o->from, from, sizeof from);
-    if (!checkpoint_read_config(from, &c, error, sizeof error))
-        fail_user("--from", "%s; name a checkpoint, or a run folder that holds one", error);
-    if (c.vocab < TOKENIZER_BYTE_VOCAB)
-        fail_user("--from", "found a vocabulary of %d, wanted at least %d (bytes and end of text)", c.vocab,
-                  TOKENIZER_BYTE_VOCAB);
-    c.mtp_depth = 0; // sampling does not use it
-    config_validate(&c);
-    model_open(m, &c, 1, context_of(o, &c, from), false);
-    struct checkpoint checkpoint = {.config = &c, .params = &m->params, .weights = m->weights, .bias = m->bias};
-    checkpoint_load_weights(from, &checkpoint);
-}
-
-void generate_from_checkpoint(const struct options *o) {
-    size_t prompt = strlen(o->prompt), length = prompt + 1 + (size_t)o->generate;
+// [end of text, prompt], with room for what will be generated.
+static struct token_list encode_prompt(const struct model *m, const struct tokenizer *tokenizer,
+                                       const struct options *o) {
+    struct token_list list = {0};
+    tokenizer_encode(tokenizer, o->prompt, strlen(o->prompt), true, &list);
+    for (size_t i = 0; i < list.count; i++)
+        if (list.ids[i] >= m->config.vocab)
+            fail_user("--tokenizer",
+                      "found id %d in the prompt, wanted one below the model's vocabulary of %d; use "
+                      "the tokenizer that the model was trained with",
+                      list.ids[i], m->config.vocab);
+    size_t length = list.count + 1 + (size_t)o->generate;
     if (length > INT_MAX)
-        fail_user("--generate", "found %lld with a prompt of %zu bytes, wanted at most %zu", (long long)o->generate,
-                  prompt, INT_MAX - prompt - 1);
-    struct model m;
-    open_saved_model(&m, o);
-    int32_t *tokens = malloc(sizeof *tokens * length);
-    char *text = malloc(length);
-    if (!tokens || !text) fail_internal("--generate", "found no memory for %zu tokens", length);
-    tokens[0] = TOKENIZER_END_OF_TEXT; // a text begins where the last one ended
-    struct tokenizer *tokenizer = tokenizer_open_bytes();
-    struct token_list ids = {0};
-    tokenizer_encode(tokenizer, o->prompt, prompt, false, &ids);
-    for (size_t i = 0; i < prompt; i++) tokens[1 + i] = ids.ids[i];
-    free(ids.ids);
-    int count =
-        generate_tokens(&m, tokens, (int)prompt + 1, (int)o->generate, o->temperature, o->seed, TOKENIZER_END_OF_TEXT);
-    size_t bytes = tokenizer_decode(tokenizer, text, length, tokens + 1, prompt + (size_t)count);
-    tokenizer_close(tokenizer);
+        fail_user("--generate", "found %lld with a prompt of %zu tokens, wanted at most %zu", (long long)o->generate,
+                  list.count, INT_MAX - list.count - 1);
+    int32_t *ids = malloc(sizeof *ids * length);
+    if (!ids) fail_internal("--generate", "found no memory for %zu tokens", length);
+    ids[0] = first_token(m, tokenizer);
+    for (size_t i = 0; i < list.count; i++) ids[1 + i] = list.ids[i];
+    free(list.ids);
+    return (struct token_list){ids, list.count + 1, length};
+}
+
+static void print_text(const struct tokenizer *tokenizer, const int32_t *tokens, size_t count) {
+    size_t room = tokenizer_decode_room(tokenizer, tokens, count);
+    char *text = malloc(room + 1);
+    if (!text) fail_internal("--generate", "found no memory for %zu bytes of text", room);
+    size_t bytes = tokenizer_decode(tokenizer, text, room, tokens, count);
     fwrite(text, 1, bytes, stdout);
     if (bytes && text[bytes - 1] != '\n') putchar('\n');
     free(text);
-    free(tokens);
+}
+
+void generate_from_checkpoint(const struct options *o) {
+    struct model m;
+    char folder[OPTION_TEXT + 32];
+    saved_model_open(&m, o, 1, folder, sizeof folder);
+    struct tokenizer *tokenizer = vocabulary_open(o, folder);
+    if (!tokenizer)
+        fail_user(folder, "found no tokenizer.json, wanted one to make text of ids; name it with --tokenizer");
+    struct token_list list = encode_prompt(&m, tokenizer, o);
+    int stop = tokenizer_end_of_text(tokenizer), prompt = (int)list.count;
+    int count = generate_tokens(&m, list.ids, prompt, (int)o->generate, o->temperature, o->seed, stop);
+    print_text(tokenizer, list.ids + 1, (size_t)(prompt - 1 + count));
+    free(list.ids);
+    tokenizer_close(tokenizer);
     model_close(&m);
 }

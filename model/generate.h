@@ -2,6 +2,7 @@
 #ifndef MOK_MODEL_GENERATE_H
 #define MOK_MODEL_GENERATE_H
 
+#include "data/tokenizer.h"
 #include "model/model.h"
 #include "model/options.h"
 
@@ -15,11 +16,13 @@ int generate_pick(const float *logits, int V, double temperature, double u);
 int generate_tokens(struct model *m, int32_t *tokens, int prompt, int count, double temperature, uint64_t seed,
                     int32_t stop);
 
-// Prints sample_tokens tokens of a text that the model begins, under a line that says when.
-void generate_print_sample(struct model *m, const struct options *o, const char *when);
+// Prints sample_tokens tokens of a text that the model begins, under a line that says when. Without a tokenizer (NULL)
+// they are printed as ids.
+void generate_print_sample(struct model *m, const struct options *o, const struct tokenizer *tokenizer,
+                           const char *when);
 
-// --generate N --from DIR --prompt TEXT: prints prompt and continuation. DIR is a checkpoint, or a run folder, which
-// stands for its newest one. Ends the program (exit 2) when it is neither.
+// --generate N --from DIR --prompt TEXT: prints prompt and continuation. Names of special tokens in the prompt are those
+// tokens. Ends the program (exit 2) when DIR holds no model or nothing says what its ids stand for.
 void generate_from_checkpoint(const struct options *o);
 
 #endif

@@ -112,6 +112,12 @@ static struct cJSON *yarn_to_json(const struct yarn *yarn) {
     return json;
 }
 
+static void add_end_of_text(struct cJSON *json, int id) {
+    static const char *const names[] = {"bos_token_id", "eos_token_id"};
+    for (int i = 0; i < 2; i++)
+        cJSON_AddItemToObject(json, names[i], id < 0 ? cJSON_CreateNull() : cJSON_CreateNumber(id));
+}
+
 struct cJSON *hf_config_to_json(const struct config *c, int end_of_text, const char *dtype) {
     struct cJSON *json = cJSON_CreateObject();
     if (!json) fail_internal("config.json", "no memory");
@@ -126,8 +132,7 @@ struct cJSON *hf_config_to_json(const struct config *c, int end_of_text, const c
     cJSON_AddBoolToObject(json, "norm_topk_prob", c->normalize_gates);
     for (int i = 0; i < REAL_KEYS; i++) add_real(json, &real_keys[i], c);
     cJSON_AddItemToObject(json, "rope_scaling", c->yarn.factor != 0 ? yarn_to_json(&c->yarn) : cJSON_CreateNull());
-    cJSON_AddNumberToObject(json, "bos_token_id", end_of_text);
-    cJSON_AddNumberToObject(json, "eos_token_id", end_of_text);
+    add_end_of_text(json, end_of_text);
     cJSON_AddStringToObject(json, "torch_dtype", dtype);
     // Expected by readers, of no meaning here.
     cJSON_AddNumberToObject(json, "ep_size", 1);
@@ -139,8 +144,7 @@ struct cJSON *hf_config_to_json(const struct config *c, int end_of_text, const c
 struct cJSON *hf_generation_config_to_json(int end_of_text) {
     struct cJSON *json = cJSON_CreateObject();
     if (!json) fail_internal("generation_config.json", "no memory");
-    cJSON_AddNumberToObject(json, "bos_token_id", end_of_text);
-    cJSON_AddNumberToObject(json, "eos_token_id", end_of_text);
+    add_end_of_text(json, end_of_text);
     cJSON_AddBoolToObject(json, "do_sample", true);
     return json;
 }

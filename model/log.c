@@ -189,14 +189,44 @@ void log_step(struct run_log *log, const struct trainer *t, const struct step_re
     write_json(log, json);
 }
 
-void log_eval(struct run_log *log, const struct trainer *t, double loss) {
-    double bits_per_byte = loss / M_LN2;
-    printf("eval at step %lld | loss %.4f | %.4f bits per byte\n", (long long)t->step, loss, bits_per_byte);
+void log_print_eval(FILE *file, struct evaluation e) {
+    fprintf(file, "loss %.4f over %lld tokens", e.loss, (long long)e.targets);
+    if (isfinite(e.bits_per_byte))
+        fprintf(file, " | %.4f bits per byte over %lld bytes", e.bits_per_byte, (long long)e.bytes);
+    fputc('\n', file);
+}
+
+void log_eval(struct run_log *log, const struct trainer *t, struct evaluation e) {
+    printf("eval at step %lld | ", (long long)t->step);
+    log_print_eval(stdout, e);
     fflush(stdout);
     cJSON *json = cJSON_CreateObject();
     add_number(json, "step", (double)t->step);
-    add_number(json, "eval_loss", loss);
-    add_number(json, "eval_bits_per_byte", bits_per_byte);
+    add_number(json, "eval_loss", e.loss);
+    add_number(json, "eval_bits_per_byte", e.bits_per_byte);
+    write_json(log, json);
+}
+
+static double share(int64_t part, int64_t whole) { return whole ? (double)part / (double)whole : NAN; }
+
+void log_print_choices(FILE *file, struct choice_counts counts) {
+    fprintf(file, "%lld of %lld questions right, %.2f %% | by sum %lld", (long long)counts.right_by_mean,
+            (long long)counts.examples, 100 * share(counts.right_by_mean, counts.examples),
+            (long long)counts.right_by_sum);
+    if (counts.skipped) fprintf(file, " | %lld too long for --seq, skipped", (long long)counts.skipped);
+    fputc('\n', file);
+}
+
+void log_choices(struct run_log *log, const struct trainer *t, struct choice_counts counts) {
+    printf("eval at step %lld | ", (long long)t->step);
+    log_print_choices(stdout, counts);
+    fflush(stdout);
+    cJSON *json = cJSON_CreateObject();
+    add_number(json, "step", (double)t->step);
+    add_number(json, "choices_accuracy", share(counts.right_by_mean, counts.examples));
+    add_number(json, "choices_accuracy_by_sum", share(counts.right_by_sum, counts.examples));
+    add_number(json, "choices_examples", (double)counts.examples);
+    add_number(json, "choices_skipped", (double)counts.skipped);
     write_json(log, json);
 }
 

@@ -21,7 +21,13 @@ void log_open(struct run_log *log, const struct trainer *t, const char *folder);
 void log_close(struct run_log *log);
 
 void log_step(struct run_log *log, const struct trainer *t, const struct step_report *report, double seconds);
-void log_eval(struct run_log *log, const struct trainer *t, double loss);
+void log_eval(struct run_log *log, const struct trainer *t, struct evaluation e);
+void log_choices(struct run_log *log, const struct trainer *t, struct choice_counts counts);
+
+// The same lines without a log file or a step, for weights that are not trained here.
+void log_print_eval(FILE *file, struct evaluation e);
+void log_print_choices(FILE *file, struct choice_counts counts);
+
 // Every MoE block's load.
 void log_moe(struct run_log *log, const struct trainer *t);
 

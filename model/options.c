@@ -65,13 +65,14 @@ static const struct flag flags[] = {
     {RUN, "resume", NULL, MEMBER(resume), 0, 0, FREE, "go on from the newest complete checkpoint in --out, with its settings; flags that are given change them"},
     {RUN, "override", NULL, MEMBER(override), 0, 0, FREE, "let --resume change settings and data that make it another run"},
     {RUN, "overwrite", NULL, MEMBER(overwrite), 0, 0, FREE, "start anew in an --out that holds a run"},
+    {RUN, "evaluate", NULL, MEMBER(evaluate), 0, 0, FREE, "evaluate the weights of --from on held-out data, and on --eval-choices, and stop"},
     {RUN, "device", NULL, MEMBER(device), 0, 0, FREE, "print what this program computes on, and stop"},
     {RUN, "plan", NULL, MEMBER(plan), 0, 0, FREE, "print parameters, memory and work of this run, and stop"},
     {RUN, "help", NULL, MEMBER(help), 0, 0, FREE, "print this, and stop"},
 
     {BATCH, "steps", "N", MEMBER(steps), 1, MANY, FREE, "optimizer steps"},
     {BATCH, "batch", "N", MEMBER(batch), 1, MANY, FIXED, "sequences in memory at once (a micro-batch)"},
-    {BATCH, "seq", "N", MEMBER(seq), 1, MANY, FIXED, "tokens per sequence; with --generate: of the context, else what the checkpoint was trained with"},
+    {BATCH, "seq", "N", MEMBER(seq), 1, MANY, FIXED, "tokens per sequence; with --generate and --evaluate 0, their default: as the checkpoint was trained"},
     {BATCH, "tokens-per-step", "N", MEMBER(tokens_per_step), 0, MANY, FIXED, "tokens per optimizer step, a multiple of --batch x --seq; 0: one micro-batch"},
     {BATCH, "seed", "N", MEMBER(seed), 0, MANY, FIXED, "of first weights, order of data, and samples"},
 
@@ -382,27 +383,32 @@ static void check_modes(const struct options *o, bool prompt_given, bool tempera
                             "plan and kept its settings in config.json");
     if (o->override && !o->resume)
         fail_user("--override", "found without --resume, wanted both: it lets a run go on with other settings");
-    if (o->generate && !o->from[0])
-        fail_user("--generate", "found without --from, wanted --from DIR: the run to sample from");
+    if (o->generate && o->evaluate) fail_user("--generate", "found beside --evaluate, wanted one of them");
+    const char *weights = o->generate ? "--generate" : o->evaluate ? "--evaluate" : NULL;
+    if (weights && !o->from[0]) fail_user(weights, "found without --from, wanted --from DIR: whose weights to use");
     const char *alone = prompt_given ? "--prompt" : temperature_given ? "--temperature" : NULL;
     if (!o->generate && alone)
         fail_user(alone, "found without --generate, wanted --generate N: it matters for sampling only");
 }
 
-// Sampling reads its model from a checkpoint: the settings of a run would be ignored.
-static void check_sampling_alone(const char *const values[]) {
+// Sampling and evaluating read their model from a checkpoint: the settings of a run would be ignored.
+static void check_no_settings(const char *const values[], const char *mode, const char *const *allowed) {
+    char list[256] = "";
+    for (const char *const *a = allowed; *a; a++)
+        snprintf(list + strlen(list), sizeof list - strlen(list), "%s--%s", a == allowed ? "" : ", ", *a);
     for (int i = 0; i < FLAGS; i++) {
-        const struct flag *f = &flags[i];
-        static const char *const too[] = {"from", "tokenizer", "seed", "seq"};
-        bool allowed = f->group == SAMPLE;
-        for (size_t t = 0; t < sizeof too / sizeof *too; t++) allowed = allowed || strcmp(f->name, too[t]) == 0;
-        if (!values[i] || allowed) continue;
+        bool fits = !values[i] || strcmp(flags[i].name, mode) == 0;
+        for (const char *const *a = allowed; *a; a++) fits = fits || strcmp(flags[i].name, *a) == 0;
+        if (fits) continue;
         char place[64];
-        snprintf(place, sizeof place, "--%s", f->name);
-        fail_user(place, "found beside --generate, wanted --from, --prompt, --temperature, --tokenizer, --seed or "
-                         "--seq only");
+        snprintf(place, sizeof place, "--%s", flags[i].name);
+        fail_user(place, "found beside --%s, wanted no flags but %s", mode, list);
     }
 }
+
+static const char *const beside_generate[] = {"from", "prompt", "temperature", "tokenizer", "seed", "seq", NULL};
+static const char *const beside_evaluate[] = {"from",      "data",  "eval-data", "eval-sequences", "eval-choices",
+                                              "tokenizer", "batch", "seq",       "seed",           NULL};
 
 // ---- the command line ----
 
@@ -507,9 +513,10 @@ void options_parse(struct options *o, int argc, char **argv) {
     collect(values, argc, argv);
     if (value_given(values, "preset")) start_from_preset(o, value_given(values, "preset"));
     set_given(o, values);
-    if (o->generate && !value_given(values, "seq")) o->seq = 0;
+    if ((o->generate || o->evaluate) && !value_given(values, "seq")) o->seq = 0;
     check_modes(o, value_given(values, "prompt"), value_given(values, "temperature"));
-    if (o->generate) check_sampling_alone(values);
+    if (o->generate) check_no_settings(values, "generate", beside_generate);
+    if (o->evaluate) check_no_settings(values, "evaluate", beside_evaluate);
 }
 
 void options_settle(struct options *o, int argc, char **argv) {

@@ -27,7 +27,7 @@ struct options {
 
     int64_t steps;           // optimizer steps
     int batch;               // sequences per rank and micro-batch
-    int seq;                 // tokens per sequence; with generate 0: as the checkpoint
+    int seq;                 // tokens per sequence; with generate or evaluate 0: as the checkpoint
     int64_t tokens_per_step; // global tokens per optimizer step; 0: one micro-batch
     uint64_t seed;
 
@@ -43,6 +43,7 @@ struct options {
     int keep;                       // checkpoints kept; 0: all
     int sample_tokens;              // length of the samples during training; 0: none
 
+    bool evaluate;    // instead of training
     int64_t generate; // tokens to sample instead of training; 0: train
     char prompt[OPTION_TEXT];
     double temperature;

@@ -31,33 +31,44 @@ static void initialise_weights(struct trainer *t) {
     free(memory);
 }
 
-void trainer_open(struct trainer *t, const struct options *o, const struct data *data) {
-    *t = (struct trainer){.options = *o, .data = data};
+void trainer_open(struct trainer *t, const struct options *o, const struct data *data,
+                  const struct tokenizer *tokenizer) {
+    *t = (struct trainer){.options = *o, .data = data, .tokenizer = tokenizer, .identity = data_identity(data)};
     model_open(&t->model, &o->model, o->batch, o->seq, true);
     size_t bytes = sizeof(accum) * t->model.params.size;
     t->master = device_alloc(bytes);
     t->m = device_alloc(bytes);
     t->v = device_alloc(bytes);
     t->prefetch = prefetch_open(data, (size_t)window_length(o), trainer_sequences_per_step(o));
-    size_t tokens = (size_t)o->batch * (size_t)window_length(o);
-    t->eval_window = malloc(sizeof *t->eval_window * tokens);
-    if (!t->eval_window) fail_internal("data", "found no memory for %zu tokens to evaluate", tokens);
     initialise_weights(t);
 }
 
 void trainer_close(struct trainer *t) {
     prefetch_close(t->prefetch);
-    free(t->eval_window);
     device_free(t->v);
     device_free(t->m);
     device_free(t->master);
     model_close(&t->model);
+    cJSON_Delete(t->identity);
     *t = (struct trainer){0};
+}
+
+static void check_same_data(const struct trainer *t, const struct cJSON *before) {
+    char difference[512];
+    if (data_identity_equal(before, t->identity, difference, sizeof difference)) return;
+    if (!t->options.override)
+        fail_user("--data",
+                  "%s; give the data that the run began with, go on with this one by --override, or start a "
+                  "new run with another --out",
+                  difference);
+    printf("other training data than before: %s\n", difference);
 }
 
 void trainer_restore(struct trainer *t, const char *folder) {
     struct checkpoint c = trainer_checkpoint(t);
     checkpoint_load_progress(folder, &c);
+    check_same_data(t, c.data);
+    cJSON_Delete(c.data);
     cJSON_Delete(c.options);
     checkpoint_load_state(folder, &c);
     t->step = c.step;
@@ -155,20 +166,8 @@ struct step_report trainer_step(struct trainer *t) {
     return report;
 }
 
-double trainer_evaluate(struct trainer *t, int sequences) {
-    const struct options *o = &t->options;
-    size_t length = (size_t)window_length(o);
-    struct step_totals totals = {0};
-    double sum = 0;
-    for (int first = 0; first < sequences; first += o->batch) {
-        int count = sequences - first < o->batch ? sequences - first : o->batch;
-        for (int b = 0; b < count; b++)
-            data_read_or_fail(t->data, DATA_EVAL, (uint64_t)first + (uint64_t)b, t->eval_window + (size_t)b * length);
-        struct batch batch = {t->eval_window, count, o->seq};
-        model_add_totals(&totals, &o->model, batch);
-        sum += model_evaluate(&t->model, batch).cross_entropy[0];
-    }
-    return sum / (double)totals.targets[0];
+struct evaluation trainer_evaluate(struct trainer *t, int sequences) {
+    return evaluate_heldout(&t->model, t->data, t->tokenizer, t->options.batch, t->options.seq, sequences);
 }
 
 static struct moe_load load_of(const int64_t *counts, const accum *bias, int E) {
@@ -205,7 +204,9 @@ struct moe_load *trainer_loads(const struct trainer *t) {
 }
 
 struct checkpoint trainer_checkpoint(struct trainer *t) {
-    return (struct checkpoint){.config = &t->model.config,
+    return (struct checkpoint){.tokenizer = t->tokenizer,
+                               .data = t->identity,
+                               .config = &t->model.config,
                                .params = &t->model.params,
                                .weights = t->model.weights,
                                .master = t->master,

@@ -11,12 +11,15 @@
 #include "data/data.h"
 #include "data/prefetch.h"
 #include "model/checkpoint.h"
+#include "model/evaluate.h"
 #include "model/model.h"
 #include "model/options.h"
 
 struct trainer {
     struct options options;
     const struct data *data;
+    const struct tokenizer *tokenizer; // of the data's ids; NULL: not known
+    struct cJSON *identity;            // of the training data, as a checkpoint keeps it
     struct model model;
     accum *master, *m, *v; // [params.size] FP32 weights and AdamW moments
     int64_t step;          // optimizer steps taken
@@ -24,7 +27,6 @@ struct trainer {
     int64_t tokens;        // tokens trained on
     struct prefetch *prefetch;
     const int32_t *window; // [sequences of a step, T + 1 + D] what the last step trained on; prefetch's
-    int32_t *eval_window;  // [batch, T + 1 + D]
 };
 
 // Balance of one MoE block in one step.
@@ -45,11 +47,13 @@ struct step_report {
     double data_seconds;       // spent waiting for data that was not read ahead in time
 };
 
-// Allocates the state and initialises weights from the seed.
-void trainer_open(struct trainer *t, const struct options *o, const struct data *data);
+// Allocates the state and initialises weights from the seed. data and tokenizer must outlive the trainer.
+void trainer_open(struct trainer *t, const struct options *o, const struct data *data,
+                  const struct tokenizer *tokenizer);
 void trainer_close(struct trainer *t);
 
-// Goes on from a checkpoint of this run: everything is as it was when it was saved.
+// Goes on from a checkpoint of this run: everything is as it was when it was saved. Other training data than before is
+// printed, and refused (exit 2) unless the options say override.
 void trainer_restore(struct trainer *t, const char *folder);
 
 // Begins a new run with the weights and selection bias of a checkpoint or a Hugging Face folder; moments, step and data
@@ -70,8 +74,8 @@ void trainer_update(struct trainer *t, struct step_report *report);
 // Whether every weight is a finite number.
 bool trainer_is_finite(const struct trainer *t);
 
-// Mean cross-entropy of the main model over the first sequences of the eval split.
-double trainer_evaluate(struct trainer *t, int sequences);
+// Loss and bits per byte over the first sequences of the eval split.
+struct evaluation trainer_evaluate(struct trainer *t, int sequences);
 
 // Loads of all MoE blocks from the counts of the last step, for the caller to free.
 struct moe_load *trainer_loads(const struct trainer *t);

@@ -28,7 +28,7 @@ static void parse(struct options *o, const char *line) {
     struct arguments a;
     split(&a, line);
     options_parse(o, a.argc, a.argv);
-    if (!o->generate && !o->help) options_settle(o, a.argc, a.argv);
+    if (!o->generate && !o->evaluate && !o->help) options_settle(o, a.argc, a.argv);
 }
 
 static void parse_line(void *line) {
@@ -133,6 +133,9 @@ static void refused_command_lines_name_flag_found_and_wanted(void **state) {
         {"--override", {"--override: found without --resume"}},
         {"--resume --plan", {"--plan: found beside --resume"}},
         {"--generate 10 --from x --data y", {"--data: found beside --generate", "--tokenizer"}},
+        {"--evaluate", {"--evaluate: found without --from"}},
+        {"--evaluate --from x --lr 1", {"--lr: found beside --evaluate", "--eval-choices"}},
+        {"--evaluate --from x --generate 1", {"--generate: found beside --evaluate"}},
         {"--prompt Once", {"--prompt", "--generate"}},
         {"--temperature 1", {"--temperature", "--generate"}},
     };
@@ -263,6 +266,7 @@ static void every_flag_of_the_help_parses_and_every_flag_is_in_it(void **state) 
         snprintf(arguments, sizeof arguments, "--%s%s%s", name, text,
                  sampling                        ? " --generate 1 --from x"
                  : strcmp(name, "override") == 0 ? " --resume"
+                 : strcmp(name, "evaluate") == 0 ? " --from x"
                                                  : "");
         int code = run_child(parse_line, arguments, message, sizeof message);
         if (code != 0) fail_msg("%s: exit code %d: %s", arguments, code, message);

@@ -54,7 +54,7 @@ static void run_prints_flags_table_and_data(void **state) {
     (void)state;
     assert_runs(QUIET, "--steps", "2", "--out", at("run"));
     static const char *const parts[] = {
-        "unit, on CPU", "\n  steps  ",       "\nParameters\n",    "\n  routed experts  ", "\n  active for a token  ",
+        "unit, on CPU", "  steps  ",         "\nParameters\n",    "\n  routed experts  ", "\n  active for a token  ",
         "\nMemory\n",   "\ntrain | stories", "\neval  | stories", "\nstep 1/2 | loss ",   "\nsaved ",
     };
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) assert_contains(out, parts[i]);
@@ -135,7 +135,9 @@ static void evaluations_are_logged(void **state) {
     cJSON_ArrayForEach(line, evals) {
         assert_true(number(line, "step") == steps[i++]);
         double bits = number(line, "eval_loss") / log(2);
-        assert_true(fabs(number(line, "eval_bits_per_byte") / bits - 1) < 1e-9); // one division, in 17 digits
+        // Every token is a byte, but for the ends of texts, about one in 400: their cost counts, their length does not.
+        double ratio = number(line, "eval_bits_per_byte") / bits;
+        assert_true(ratio >= 1 && ratio < 1.01);
     }
     cJSON_Delete(evals);
 }

@@ -39,7 +39,7 @@ static void open_run(struct run *r, const struct options *o) {
     config_validate(&o->model);
     r->data = data_open(o->data, o->eval_data, NULL, o->seed, o->seq, 1 + o->model.mtp_depth);
     assert_int_equal(data_settle_vocab(r->data, o->model.vocab), o->model.vocab);
-    trainer_open(&r->t, o, r->data);
+    trainer_open(&r->t, o, r->data, NULL);
 }
 
 static void close_run(struct run *r) {
@@ -478,9 +478,9 @@ static void evaluation_leaves_counts_and_training_alone(void **state) {
     int64_t *counts = copy_bytes(r.t.model.counts, count_bytes(&r.t));
     float *logits = malloc(sizeof *logits * (size_t)o.model.vocab);
     assert_non_null(logits);
-    double loss = trainer_evaluate(&r.t, 3);
+    double loss = trainer_evaluate(&r.t, 3).loss;
     assert_true(isfinite(loss) && loss > 0);
-    assert_true(loss == trainer_evaluate(&r.t, 3));
+    assert_true(loss == trainer_evaluate(&r.t, 3).loss);
     model_logits(&r.t.model, (int32_t[]){1, 2, 3}, 3, 2, logits);
     assert_memory_equal(r.t.model.counts, counts, count_bytes(&r.t));
     assert_state_is(&r.t, &before);
@@ -508,7 +508,7 @@ static void evaluation_is_the_mean_over_the_first_sequences_of_the_eval_split(vo
         sum += model_evaluate(&r.t.model, (struct batch){tokens, 1, o.seq}).cross_entropy[0] / o.seq;
     }
     // The same losses of tokens, whose sums in double group differently.
-    assert_true(fabs(trainer_evaluate(&r.t, sequences) * sequences / sum - 1) <= 1e-12);
+    assert_true(fabs(trainer_evaluate(&r.t, sequences).loss * sequences / sum - 1) <= 1e-12);
     free(tokens);
     close_run(&r);
 }
@@ -674,7 +674,7 @@ static void resumed_run_is_the_straight_run_byte_for_byte(void **state) {
     assert_same_state(&resumed.t, &straight.t);
     for (int step = 3; step < 6; step++) assert_same_report(trainer_step(&resumed.t), trainer_step(&straight.t));
     assert_same_state(&resumed.t, &straight.t);
-    assert_true(trainer_evaluate(&resumed.t, 2) == trainer_evaluate(&straight.t, 2));
+    assert_true(trainer_evaluate(&resumed.t, 2).loss == trainer_evaluate(&straight.t, 2).loss);
     close_run(&resumed);
     close_run(&straight);
 }
@@ -739,7 +739,7 @@ static void check_steps(const char *name, struct options o) {
             fail_msg("%s: loss %g, MTP %g, balance %g, norm %g, load %g", name, report.loss, report.mtp, report.balance,
                      report.norm, report.load_max_over_mean);
     }
-    if (!isfinite(trainer_evaluate(&r.t, 1))) fail_msg("%s: evaluation", name);
+    if (!isfinite(trainer_evaluate(&r.t, 1).loss)) fail_msg("%s: evaluation", name);
     for (size_t i = 0; i < r.t.model.params.size; i++)
         if (!isfinite(r.t.master[i])) fail_msg("%s: weight %zu is %g", name, i, r.t.master[i]);
     assert_memory_not_equal(r.t.master, before.master, state_bytes(&r.t));

@@ -1,0 +1,14 @@
+// Which tokenizer a run speaks.
+#ifndef MOK_MODEL_VOCABULARY_H
+#define MOK_MODEL_VOCABULARY_H
+
+#include "data/tokenizer.h"
+#include "model/options.h"
+
+// --tokenizer ("bytes", a tokenizer.json or its folder); else the tokenizer.json beside the weights in folder (empty:
+// none); else the one beside the token shards of --data; else bytes. NULL where the ids are given and nothing says what
+// they stand for: shards or weights without a tokenizer.json. One that cannot be read ends the program (exit 2), unless
+// it was not asked for and the shards do without it.
+struct tokenizer *vocabulary_open(const struct options *o, const char *folder);
+
+#endif
