@@ -177,6 +177,13 @@ static bool write_header(struct choices_writer *w, char *error, size_t error_siz
     return write_numbers(w, header, sizeof header, error, error_size);
 }
 
+void choices_writer_abandon(struct choices_writer *w) {
+    if (!w->file) return;
+    fclose(w->file);
+    unlink(w->temporary);
+    w->file = NULL;
+}
+
 bool choices_writer_begin(struct choices_writer *w, const char *path, char *error, size_t error_size) {
     *w = (struct choices_writer){0};
     if (strlen(path) + sizeof ".tmp" > sizeof w->path)
@@ -186,7 +193,9 @@ bool choices_writer_begin(struct choices_writer *w, const char *path, char *erro
     sprintf(w->temporary, "%s.tmp", path);
     w->file = fopen(w->temporary, "wb");
     if (!w->file) return file_error(error, error_size, "%s: cannot create: %s", w->temporary, strerror(errno));
-    return write_header(w, error, error_size); // its numbers come at the end
+    if (write_header(w, error, error_size)) return true; // its numbers come at the end
+    choices_writer_abandon(w);
+    return false;
 }
 
 // Appends the list's length and ids to example; false with the reason in error.
@@ -209,51 +218,66 @@ static bool put_ids(struct choices_writer *w, uint16_t *example, int *used, cons
     return true;
 }
 
-bool choices_writer_append(struct choices_writer *w, int label, struct choice_list context,
-                           const struct choice_list *completions, int count, char *error, size_t error_size) {
+// Fills example with the numbers of the next one and returns how many; 0 with the reason in error.
+static int make_example(struct choices_writer *w, uint16_t *example, int label, struct choice_list context,
+                        const struct choice_list *completions, int count, char *error, size_t error_size) {
+    int used = 0;
     if (w->count == CHOICES_EXAMPLES)
-        return file_error(error, error_size,
-                          "%s: found more than %d examples, wanted at most that: the format cannot "
-                          "hold more",
-                          w->path, CHOICES_EXAMPLES);
-    if (count < CHOICES_LEAST || count > CHOICES_MOST || label < 0 || label >= count)
-        return file_error(error, error_size,
-                          "%s: example %d: found label %d and %d completions, wanted %d to %d completions and a label "
-                          "below their number",
-                          w->path, w->count, label, count, CHOICES_LEAST, CHOICES_MOST);
-    uint16_t example[CHOICES_EXAMPLE_MAX / 2];
-    int used = FIELDS;
-    if (!put_ids(w, example, &used, "context", context, error, error_size)) return false;
+        file_error(error, error_size,
+                   "%s: found more than %d examples, wanted at most that: the format cannot hold more", w->path,
+                   CHOICES_EXAMPLES);
+    else if (count < CHOICES_LEAST || count > CHOICES_MOST || label < 0 || label >= count)
+        file_error(error, error_size,
+                   "%s: example %d: found label %d and %d completions, wanted %d to %d completions and a label below "
+                   "their number",
+                   w->path, w->count, label, count, CHOICES_LEAST, CHOICES_MOST);
+    else
+        used = FIELDS;
+    if (!used || !put_ids(w, example, &used, "context", context, error, error_size)) return 0;
     for (int i = 0; i < count; i++)
-        if (!put_ids(w, example, &used, "completion", completions[i], error, error_size)) return false;
+        if (!put_ids(w, example, &used, "completion", completions[i], error, error_size)) return 0;
     example[START] = htole16(START_MARK);
     example[BYTES] = htole16((uint16_t)(2 * used));
     example[INDEX] = htole16((uint16_t)w->count);
     example[LABEL] = htole16((uint16_t)label);
     example[COMPLETIONS] = htole16((uint16_t)count);
-    if (!write_numbers(w, example, 2 * (size_t)used, error, error_size)) return false;
+    return used;
+}
+
+bool choices_writer_append(struct choices_writer *w, int label, struct choice_list context,
+                           const struct choice_list *completions, int count, char *error, size_t error_size) {
+    uint16_t example[CHOICES_EXAMPLE_MAX / 2];
+    int used = make_example(w, example, label, context, completions, count, error, error_size);
+    if (!used || !write_numbers(w, example, 2 * (size_t)used, error, error_size)) {
+        choices_writer_abandon(w);
+        return false;
+    }
     w->count++;
     if (2 * used > w->longest) w->longest = 2 * used;
     return true;
 }
 
-bool choices_writer_finish(struct choices_writer *w, char *error, size_t error_size) {
+// Until the file has its name, on disk.
+static bool complete_file(struct choices_writer *w, char *error, size_t error_size) {
     if (w->count < 1) return file_error(error, error_size, "%s: found no example, wanted one at least", w->path);
     if (fseek(w->file, 0, SEEK_SET) != 0)
         return file_error(error, error_size, "%s: cannot write: %s", w->temporary, strerror(errno));
     if (!write_header(w, error, error_size)) return false;
-    FILE *file = w->file;
-    w->file = NULL;
-    if (!file_close_synced(file, w->temporary, error, error_size)) return false;
+    if (fflush(w->file) != 0 || fsync(fileno(w->file)) != 0)
+        return file_error(error, error_size, "%s: cannot write: %s", w->temporary, strerror(errno));
     if (rename(w->temporary, w->path) != 0)
         return file_error(error, error_size, "%s: cannot rename to %s: %s", w->temporary, w->path, strerror(errno));
+    return true;
+}
+
+bool choices_writer_finish(struct choices_writer *w, char *error, size_t error_size) {
+    if (!complete_file(w, error, error_size)) {
+        choices_writer_abandon(w);
+        return false;
+    }
+    fclose(w->file); // all of it is on disk
+    w->file = NULL;
     char folder[FILE_PATH];
     strcpy(folder, w->path);
     return file_sync(dirname(folder), error, error_size);
-}
-
-void choices_writer_abandon(struct choices_writer *w) {
-    if (w->file) fclose(w->file);
-    w->file = NULL;
-    if (w->temporary[0]) unlink(w->temporary);
 }

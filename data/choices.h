@@ -46,10 +46,10 @@ bool choices_is(const char *path);
 bool choices_open(struct choices *c, const char *path, int vocab, char *error, size_t error_size);
 void choices_close(struct choices *c);
 
-// Writes path.tmp; finish flushes it to disk and renames it to path. A call that fails leaves one line in error; after
-// it only abandon may follow, which removes path.tmp.
+// Writes path.tmp; finish flushes it to disk and renames it to path. A function that returns false has removed path.tmp
+// and closed the writer.
 struct choices_writer {
-    FILE *file;
+    FILE *file; // NULL: closed
     char path[FILE_PATH], temporary[FILE_PATH];
     int count, longest;
 };
@@ -64,6 +64,7 @@ struct choice_list {
 bool choices_writer_append(struct choices_writer *w, int label, struct choice_list context,
                            const struct choice_list *completions, int count, char *error, size_t error_size);
 bool choices_writer_finish(struct choices_writer *w, char *error, size_t error_size);
+// Closes and removes path.tmp. Harmless on a closed writer.
 void choices_writer_abandon(struct choices_writer *w);
 
 #endif

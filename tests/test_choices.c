@@ -224,33 +224,47 @@ static void file_above_the_bound_is_refused_unread(void **state) {
 
 static int32_t many[CHOICES_EXAMPLE_MAX / 2];
 
+static void assert_append_refused(int label, struct choice_list context, const struct choice_list *completions,
+                                  int count, const char *reason) {
+    struct choices_writer w;
+    expect(choices_writer_begin(&w, at("out.bin"), error, sizeof error));
+    assert_false(choices_writer_append(&w, label, context, completions, count, error, sizeof error));
+    assert_contains(error, reason);
+    assert_false(exists("out.bin.tmp") || exists("out.bin"));
+    choices_writer_abandon(&w); // harmless
+}
+
 static void writer_refuses_what_the_format_cannot_hold(void **state) {
     (void)state;
-    struct choices_writer w;
     const int32_t good[] = {1, 2}, mark[] = {1, 65535}, negative[] = {-1};
     struct choice_list one = {good, 1}, both[CHOICES_MOST + 1] = {{good, 1}, {good, 2}};
-    expect(choices_writer_begin(&w, at("out.bin"), error, sizeof error));
-    assert_false(choices_writer_append(&w, 2, one, both, 2, error, sizeof error));
-    assert_contains(error, "example 0: found label 2 and 2 completions");
-    assert_false(choices_writer_append(&w, -1, one, both, 2, error, sizeof error));
-    assert_false(choices_writer_append(&w, 0, one, both, 1, error, sizeof error));
-    assert_false(choices_writer_append(&w, 0, one, both, CHOICES_MOST + 1, error, sizeof error));
-    assert_false(choices_writer_append(&w, 0, (struct choice_list){good, 0}, both, 2, error, sizeof error));
-    assert_contains(error, "found an empty context");
+    assert_append_refused(2, one, both, 2, "example 0: found label 2 and 2 completions");
+    assert_append_refused(-1, one, both, 2, "found label -1");
+    assert_append_refused(0, one, both, 1, "and 1 completions, wanted 2 to 16");
+    assert_append_refused(0, one, both, CHOICES_MOST + 1, "and 17 completions");
+    assert_append_refused(0, (struct choice_list){good, 0}, both, 2, "found an empty context");
+    both[1] = (struct choice_list){good, 0};
+    assert_append_refused(0, one, both, 2, "found an empty completion");
     both[1] = (struct choice_list){mark, 2};
-    assert_false(choices_writer_append(&w, 0, one, both, 2, error, sizeof error));
-    assert_contains(error, "found id 65535 in its completion, wanted 0 to 65534");
+    assert_append_refused(0, one, both, 2, "found id 65535 in its completion, wanted 0 to 65534");
     both[1] = (struct choice_list){negative, 1};
-    assert_false(choices_writer_append(&w, 0, one, both, 2, error, sizeof error));
+    assert_append_refused(0, one, both, 2, "found id -1 in its completion");
+}
 
-    // The longest example: 5 fields, three lengths, and ids up to 65534 bytes. One id more does not fit, wherever it is.
+// 5 fields, three lengths, and ids up to 65534 bytes. One id more does not fit, wherever it is.
+static void longest_example_fits_and_one_id_more_is_refused(void **state) {
+    (void)state;
+    const int32_t good[] = {1};
     size_t room = CHOICES_EXAMPLE_MAX / 2 - 5 - 3;
-    both[1] = (struct choice_list){many, room - 1};
-    assert_false(choices_writer_append(&w, 0, one, both, 2, error, sizeof error));
-    assert_contains(error, "found more than 65534 bytes");
-    assert_false(choices_writer_append(&w, 0, (struct choice_list){many, room + 2}, both, 2, error, sizeof error));
-    assert_contains(error, "found more than 65534 bytes");
+    struct choice_list one = {good, 1}, both[] = {{good, 1}, {many, room - 1}};
+    assert_append_refused(0, one, both, 2, "found more than 65534 bytes");
+    assert_append_refused(0, (struct choice_list){many, room + 2}, both, 2,
+                          "found more than 65534 bytes"); // no more room
+    assert_append_refused(0, (struct choice_list){many, room + 3}, both, 2, "found more than 65534 bytes");
+    assert_append_refused(0, (struct choice_list){many, SIZE_MAX}, both, 2, "found more than 65534 bytes");
     both[1].count = room - 2;
+    struct choices_writer w;
+    expect(choices_writer_begin(&w, at("out.bin"), error, sizeof error));
     expect(choices_writer_append(&w, 0, one, both, 2, error, sizeof error));
     expect(choices_writer_finish(&w, error, sizeof error));
     struct choices c;
@@ -267,14 +281,17 @@ static void most_examples_fit_and_one_more_is_refused(void **state) {
     expect(choices_writer_begin(&w, at("out.bin"), error, sizeof error));
     for (int i = 0; i < CHOICES_EXAMPLES; i++)
         expect(choices_writer_append(&w, i % 2, one, both, 2, error, sizeof error));
-    assert_false(choices_writer_append(&w, 0, one, both, 2, error, sizeof error));
-    assert_contains(error, "found more than 65535 examples");
+    struct choices_writer full = w;
     expect(choices_writer_finish(&w, error, sizeof error));
     struct choices c;
     expect(choices_open(&c, at("out.bin"), 10, error, sizeof error));
     assert_int_equal(c.count, CHOICES_EXAMPLES);
     assert_int_equal(c.examples[CHOICES_EXAMPLES - 1].label, 0);
     choices_close(&c);
+    full.file = fopen(full.temporary, "wb");
+    assert_false(choices_writer_append(&full, 0, one, both, 2, error, sizeof error));
+    assert_contains(error, "found more than 65535 examples");
+    assert_false(exists("out.bin.tmp"));
 }
 
 static void abandoned_and_failed_writers_leave_nothing(void **state) {
@@ -286,12 +303,10 @@ static void abandoned_and_failed_writers_leave_nothing(void **state) {
 
     expect(choices_writer_begin(&w, at("out.bin"), error, sizeof error));
     assert_false(choices_writer_finish(&w, error, sizeof error)); // no example
-    choices_writer_abandon(&w);
     assert_false(exists("out.bin.tmp") || exists("out.bin"));
 
     assert_false(choices_writer_begin(&w, at("missing/out.bin"), error, sizeof error));
     assert_contains(error, "missing/out.bin.tmp: cannot create");
-    choices_writer_abandon(&w);
 }
 
 // A file size limit stands for a full disk. What was there before stays.
@@ -310,7 +325,6 @@ static void full_disk_leaves_the_old_file(void **state) {
     signal(SIGXFSZ, handler);
     assert_false(finished);
     assert_contains(error, "out.bin.tmp: cannot");
-    choices_writer_abandon(&w);
     assert_false(exists("out.bin.tmp"));
     size_t bytes;
     char *old = read_bytes(at("out.bin"), &bytes);
@@ -330,6 +344,7 @@ int main(void) {
         TEST(ids_outside_the_vocabulary_are_refused),
         TEST(file_above_the_bound_is_refused_unread),
         TEST(writer_refuses_what_the_format_cannot_hold),
+        TEST(longest_example_fits_and_one_id_more_is_refused),
         TEST(most_examples_fit_and_one_more_is_refused),
         TEST(abandoned_and_failed_writers_leave_nothing),
         TEST(full_disk_leaves_the_old_file),
