@@ -175,6 +175,13 @@ struct losses model_evaluate(struct model *m, struct batch batch) {
     return sum_losses(m, B, T);
 }
 
+void model_score(struct model *m, struct batch batch, float *losses) {
+    load_tokens(m, batch);
+    layers_forward(m, batch.B, batch.T, false);
+    head_loss(m, 0, batch.B * batch.T, false, 0);
+    device_accum_to_float(losses, m->acts.losses, (size_t)batch.B * (size_t)batch.T);
+}
+
 struct losses model_gradient(struct model *m, struct batch batch, const struct step_totals *totals) {
     int B = batch.B, T = batch.T, D = m->config.mtp_depth;
     load_tokens(m, batch);

@@ -63,6 +63,9 @@ struct losses {
 // Forward pass only; leaves counts alone.
 struct losses model_evaluate(struct model *m, struct batch batch);
 
+// Forward pass of the main model alone: the cross-entropy of every target, 0 where it is masked.   losses (host) [B, T]
+void model_score(struct model *m, struct batch batch, float *losses);
+
 // Forward and backward pass: adds to grads the gradient of
 //   CE + (lambda / D) sum_k CE_k + alpha * balance,   each divided by the step's totals,
 // and adds every MoE block's routes to counts.
