@@ -121,19 +121,10 @@ static void train(struct options *o, const struct data *data, const char *from) 
     trainer_close(&t);
 }
 
-// The vocabulary follows the data unless it was given; given, it must hold every id.
-static void settle_vocabulary(struct options *o, const struct data *data) {
-    int found = data_vocab(data);
-    if (o->model.vocab == 0) o->model.vocab = found;
-    if (o->model.vocab < found)
-        fail_user("--vocab", "found %d, wanted at least %d, the token ids of --data %s", o->model.vocab, found,
-                  o->data);
-}
-
 // Trains, or prints the plan.
 static void run(struct options *o) {
-    struct data *data = data_open(o->data, o->eval_data, o->seed, o->seq, 1 + o->model.mtp_depth);
-    settle_vocabulary(o, data);
+    struct data *data = data_open(o->data, o->eval_data, NULL, o->seed, o->seq, 1 + o->model.mtp_depth);
+    o->model.vocab = data_settle_vocab(data, o->model.vocab);
     config_validate(&o->model);
     char from[OPTION_TEXT + 32] = "";
     if (!o->plan) {

@@ -1,25 +1,14 @@
 #include "data/data.h"
 
-#include <errno.h>
-#include <fcntl.h>
+#include <cjson/cJSON.h>
 #include <inttypes.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include "kernels/random.h"
-#include "data/stories.h"
-#include "data/tokenizer.h"
+#include "data/identity.h"
+#include "data/token_file.h"
 #include "kernels/fail.h"
-
-// A text file, or the stories (fd -1). A file's tokens are its bytes and then one end of text.
-struct source {
-    char *path;
-    int fd;
-    uint64_t tokens;
-};
+#include "kernels/random.h"
 
 // What one split reads: `windows` windows of a source from window `first` on; window w starts at token w * length.
 struct part {
@@ -30,61 +19,14 @@ struct part {
 struct data {
     uint64_t seed;
     size_t length, lookahead;
-    struct source train, eval; // eval.path is NULL where train serves both splits
+    int vocab;                 // 0: not settled yet
+    struct source train, eval; // eval.spec is NULL where train serves both splits
     struct part parts[2];      // by enum data_split
 };
 
 // ---- opening ----
 
-static bool source_is_stories(const struct source *s) { return s->fd < 0; }
-
-// llm.c's files are int32 headers and binary bodies: bytes of them would train without complaint and teach nothing.
-static const struct {
-    int32_t magic;
-    const char *what;
-} llmc_files[] = {
-    {20240520, "token shard (uint16)"},
-    {20240801, "token shard (uint32)"},
-    {20240522, "multiple-choice eval file"},
-    {20240326, "GPT-2 model"},
-    {20240803, "Llama 3 model"},
-    {20240327, "GPT-2 debug state"},
-    {20240328, "tokenizer"},
-    {20240527, "optimizer state"},
-};
-
-static void refuse_llmc_files(const struct source *s, const char *flag) {
-    unsigned char b[4];
-    if (pread(s->fd, b, sizeof b, 0) != (ssize_t)sizeof b) return; // shorter, or data_read will report the error
-    int32_t magic = (int32_t)(b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24);
-    for (size_t i = 0; i < sizeof llmc_files / sizeof *llmc_files; i++) {
-        if (magic != llmc_files[i].magic) continue;
-        fail_user(s->path,
-                  "found an llm.c %s (it begins with %d), wanted plain text; give %s the text it was made from",
-                  llmc_files[i].what, magic, flag);
-    }
-}
-
-static struct source source_open(const char *spec, const char *flag) {
-    if (!*spec) fail_user(flag, "found nothing, wanted the path of a text file or the word stories");
-    struct source s = {.path = strdup(spec), .fd = -1};
-    if (!s.path) fail_internal(flag, "no memory");
-    if (strcmp(spec, "stories") == 0) return s;
-
-    // Not blocking, so that a pipe without a writer is refused below instead of waited for.
-    s.fd = open(spec, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (s.fd < 0) fail_user(spec, "cannot be opened (%s), wanted a text file; check %s", strerror(errno), flag);
-    struct stat status;
-    if (fstat(s.fd, &status) != 0) fail_internal(spec, "cannot be examined: %s", strerror(errno));
-    if (S_ISDIR(status.st_mode)) fail_user(spec, "found a directory, wanted one text file for %s", flag);
-    if (!S_ISREG(status.st_mode)) {
-        fail_user(spec, "found a pipe or device, wanted a regular file for %s; write the text to a file first", flag);
-    }
-    if (status.st_size == 0) fail_user(spec, "found an empty file, wanted text for %s", flag);
-    s.tokens = (uint64_t)status.st_size + 1;
-    refuse_llmc_files(&s, flag);
-    return s;
-}
+static bool source_is_stories(const struct source *s) { return s->kind == SOURCE_STORIES; }
 
 // Windows that lie wholly inside a file, lookahead included.
 static uint64_t count_windows(const struct data *d, const struct source *s) {
@@ -93,10 +35,11 @@ static uint64_t count_windows(const struct data *d, const struct source *s) {
 
 static void require_windows(const struct data *d, const struct source *s, uint64_t wanted, const char *purpose) {
     if (count_windows(d, s) >= wanted) return;
-    fail_user(s->path,
-              "found %" PRIu64 " tokens (its bytes and one end of text), wanted at least %" PRIu64 " for %s with --seq "
-              "%zu; give a longer text or a smaller --seq",
-              s->tokens, wanted * d->length + d->lookahead, purpose, d->length);
+    fail_user(
+        s->spec,
+        "found %" PRIu64 " tokens%s, wanted at least %" PRIu64 " for %s with --seq %zu; give %s or a smaller --seq",
+        s->tokens, s->kind == SOURCE_SHARDS ? "" : " (its text and one end of text)", wanted * d->length + d->lookahead,
+        purpose, d->length, s->kind == SOURCE_SHARDS ? "more shards" : "a longer text");
 }
 
 static struct part take_all(const struct data *d, const struct source *s, const char *purpose) {
@@ -122,27 +65,40 @@ static void hold_out(struct data *d) {
     d->parts[DATA_EVAL] = (struct part){.source = s, .first = used - eval + gap, .windows = eval};
 }
 
-struct data *data_open(const char *spec, const char *eval_spec, uint64_t seed, int length, int lookahead) {
+static void open_source(struct source *s, const char *spec, const char *flag, const struct tokenizer *tokenizer) {
+    struct data_error e;
+    if (!source_open(s, spec, flag, tokenizer, &e)) data_fail(&e);
+}
+
+// Ids of two tokenizers would train on the one and evaluate the other.
+static void require_one_tokenizer(const struct source *train, const struct source *eval) {
+    if (train->kind != SOURCE_SHARDS || eval->kind != SOURCE_SHARDS) return;
+    const struct token_file *a = &train->shards[0], *b = &eval->shards[0];
+    if (a->id_bytes == b->id_bytes && a->vocab == b->vocab) return;
+    fail_user(b->path,
+              "found ids of %d bits and a vocabulary of %" PRIu32 ", wanted %d and %" PRIu32
+              " as in %s (0: not in the header); give --eval-data of the tokenizer of --data",
+              8 * b->id_bytes, b->vocab, 8 * a->id_bytes, a->vocab, a->path);
+}
+
+struct data *data_open(const char *spec, const char *eval_spec, const struct tokenizer *tokenizer, uint64_t seed,
+                       int length, int lookahead) {
     if (length < 1 || lookahead < 1) fail_internal("data_open", "length %d and lookahead %d", length, lookahead);
     struct data *d = calloc(1, sizeof *d);
     if (!d) fail_internal("data_open", "no memory");
     d->seed = seed;
     d->length = (size_t)length;
     d->lookahead = (size_t)lookahead;
-    d->train = source_open(spec, "--data");
+    open_source(&d->train, spec, "--data", tokenizer);
     if (eval_spec && *eval_spec) {
-        d->eval = source_open(eval_spec, "--eval-data");
+        open_source(&d->eval, eval_spec, "--eval-data", tokenizer);
+        require_one_tokenizer(&d->train, &d->eval);
         d->parts[DATA_TRAIN] = take_all(d, &d->train, "one sequence to train");
         d->parts[DATA_EVAL] = take_all(d, &d->eval, "one sequence to evaluate");
     } else {
         hold_out(d);
     }
     return d;
-}
-
-static void source_close(struct source *s) {
-    if (s->path && s->fd >= 0) close(s->fd); // only read from: nothing can be lost
-    free(s->path);
 }
 
 void data_close(struct data *d) {
@@ -152,9 +108,17 @@ void data_close(struct data *d) {
     free(d);
 }
 
-int data_vocab(const struct data *d) {
-    (void)d;
-    return TOKENIZER_BYTE_VOCAB;
+static void require_vocab(const struct source *s, const char *flag, int vocab) {
+    if (!s->spec || !s->vocab_known || vocab >= s->vocab) return;
+    fail_user("--vocab", "found %d, wanted at least %d, the token ids of %s %s", vocab, s->vocab, flag, s->spec);
+}
+
+int data_settle_vocab(struct data *d, int wanted) {
+    int found = d->train.vocab > d->eval.vocab ? d->train.vocab : d->eval.vocab;
+    d->vocab = wanted ? wanted : found;
+    require_vocab(&d->train, "--data", d->vocab);
+    require_vocab(&d->eval, "--eval-data", d->vocab);
+    return d->vocab;
 }
 
 uint64_t data_windows(const struct data *d, enum data_split split) { return d->parts[split].windows; }
@@ -196,69 +160,55 @@ static uint64_t find_window(const struct data *d, enum data_split split, uint64_
 
 // ---- reading ----
 
-// n tokens of a file from token `start` on; the caller keeps start + n within source->tokens.
-static void read_file(const struct source *s, uint64_t start, size_t n, int32_t *tokens) {
-    uint64_t end_of_text = s->tokens - 1;
-    if (start + n == s->tokens) tokens[--n] = TOKENIZER_END_OF_TEXT;
-    char bytes[4096];
-    while (n > 0) {
-        ssize_t got = pread(s->fd, bytes, n < sizeof bytes ? n : sizeof bytes, (off_t)start);
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0) fail_internal(s->path, "cannot be read at byte %" PRIu64 ": %s", start, strerror(errno));
-        if (got == 0) {
-            fail_user(s->path,
-                      "found its end at byte %" PRIu64 ", wanted the %" PRIu64 " bytes it had at the start; "
-                      "do not change it during a run",
-                      start, end_of_text);
-        }
-        tokenizer_encode(tokens, bytes, (size_t)got);
-        tokens += got;
-        start += (uint64_t)got;
-        n -= (size_t)got;
-    }
-}
-
-// Stories one after another, each behind an end of text, until n tokens are full. Half of the windows begin with a
-// story; the others begin somewhere inside one, so that endings are seen also where a story is longer than a window.
-static void read_stories(uint64_t rng, size_t n, int32_t *tokens) {
-    char story[STORIES_MAX_BYTES];
-    int32_t ids[STORIES_MAX_BYTES + 1] = {TOKENIZER_END_OF_TEXT};
-    size_t skip = 0, filled = 0;
-    while (filled < n) {
-        size_t length = 1 + tokenizer_encode(ids + 1, story, stories_write(&rng, story));
-        if (filled == 0 && random_below(&rng, 2)) skip = random_below(&rng, length);
-        size_t room = n - filled, taken = length - skip < room ? length - skip : room;
-        memcpy(tokens + filled, ids + skip, sizeof *tokens * taken);
-        filled += taken;
-        skip = 0;
-    }
-}
-
-void data_read(const struct data *d, enum data_split split, uint64_t sequence, int32_t *tokens) {
+bool data_read(const struct data *d, enum data_split split, uint64_t sequence, int32_t *tokens, struct data_error *e) {
     const struct source *s = d->parts[split].source;
     size_t n = d->length + d->lookahead;
-    if (source_is_stories(s)) {
-        // random_mix is a bijection: no two sequences, of either split, start from the same state.
-        read_stories(random_mix(random_mix(d->seed) + 2 * sequence + (split == DATA_EVAL)), n, tokens);
-    } else {
-        read_file(s, find_window(d, split, sequence) * d->length, n, tokens);
-    }
+    if (!source_is_stories(s))
+        return source_read(s, find_window(d, split, sequence) * d->length, n, d->vocab, tokens, e);
+    // random_mix is a bijection: no two sequences, of either split, start from the same state.
+    source_tell(s, random_mix(random_mix(d->seed) + 2 * sequence + (split == DATA_EVAL)), n, tokens);
+    return true;
 }
 
-// ---- description ----
+_Noreturn void data_fail(const struct data_error *e) {
+    // The line is already what fail_user makes of a place and a message; where it is cut does not show.
+    const char *colon = strstr(e->line, ": ");
+    int place = colon ? (int)(colon - e->line) : 0;
+    char text[FILE_ERROR];
+    snprintf(text, sizeof text, "%.*s", place, e->line);
+    if (e->internal) fail_internal(place ? text : "data", "%s", colon ? colon + 2 : e->line);
+    fail_user(place ? text : "data", "%s", colon ? colon + 2 : e->line);
+}
+
+void data_read_or_fail(const struct data *d, enum data_split split, uint64_t sequence, int32_t *tokens) {
+    struct data_error e;
+    if (!data_read(d, split, sequence, tokens, &e)) data_fail(&e);
+}
+
+// ---- description and identity ----
 
 static void describe_part(const struct data *d, enum data_split split, FILE *file) {
     const struct part *p = &d->parts[split];
-    fprintf(file, "%-5s | %s", split == DATA_TRAIN ? "train" : "eval", p->source->path);
-    if (source_is_stories(p->source)) {
-        fprintf(file, " | built-in tales made from the seed, without end\n");
-        return;
-    }
-    fprintf(file, " | %" PRIu64 " byte tokens | windows of %zu: %" PRIu64 " from %" PRIu64 " on%s\n", p->source->tokens,
-            d->length, p->windows, p->first, split == DATA_EVAL && p->source == &d->train ? ", held out" : "");
+    fprintf(file, "%-5s | %s | ", split == DATA_TRAIN ? "train" : "eval", p->source->spec);
+    source_describe(p->source, file);
+    if (!source_is_stories(p->source))
+        fprintf(file, " | windows of %zu: %" PRIu64 " from %" PRIu64 " on%s", d->length, p->windows, p->first,
+                split == DATA_EVAL && p->source == &d->train ? ", held out" : "");
+    fputc('\n', file);
 }
 
 void data_describe(const struct data *d, FILE *file) {
     describe_part(d, DATA_TRAIN, file);
     describe_part(d, DATA_EVAL, file);
+}
+
+struct cJSON *data_identity(const struct data *d) {
+    struct data_error e;
+    struct cJSON *identity = source_identity(&d->train, &e);
+    if (!identity) data_fail(&e);
+    if (source_is_stories(&d->train)) return identity;
+    file_json_add_integer(identity, "length", d->length);
+    file_json_add_integer(identity, "first", d->parts[DATA_TRAIN].first);
+    file_json_add_integer(identity, "windows", d->parts[DATA_TRAIN].windows);
+    return identity;
 }

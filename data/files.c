@@ -36,6 +36,18 @@ bool file_size(const char *path, uint64_t *bytes, char *error, size_t error_size
     return true;
 }
 
+ssize_t file_read_at(int descriptor, void *data, size_t n, uint64_t offset) {
+    size_t done = 0;
+    while (done < n) {
+        ssize_t got = pread(descriptor, (char *)data + done, n - done, (off_t)(offset + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return -1;
+        if (got == 0) break;
+        done += (size_t)got;
+    }
+    return (ssize_t)done;
+}
+
 // ---- writing ----
 
 bool file_close_synced(FILE *file, const char *path, char *error, size_t error_size) {

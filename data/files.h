@@ -7,6 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <sys/types.h>
 
 struct cJSON;
 
@@ -20,6 +21,9 @@ void file_path(char path[FILE_PATH], const char *folder, const char *name);
 
 // Bytes of a regular file; false if there is none.
 bool file_size(const char *path, uint64_t *bytes, char *error, size_t error_size);
+
+// Reads n bytes at an offset, or fewer where the file ends, and returns how many; -1 with errno.
+ssize_t file_read_at(int descriptor, void *data, size_t n, uint64_t offset);
 
 // Flushes to the disk and closes, whatever happens.
 bool file_close_synced(FILE *file, const char *path, char *error, size_t error_size);

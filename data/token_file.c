@@ -93,25 +93,12 @@ const char *token_file_guess(const void *data, size_t bytes) {
 
 // ---- opening ----
 
-// Reads n bytes at an offset, or fewer where the file ends; -1 with errno.
-static ssize_t read_at(int fd, void *data, size_t n, uint64_t offset) {
-    size_t done = 0;
-    while (done < n) {
-        ssize_t got = pread(fd, (char *)data + done, n - done, (off_t)(offset + done));
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0) return -1;
-        if (got == 0) break;
-        done += (size_t)got;
-    }
-    return (ssize_t)done;
-}
-
 bool token_file_is(const char *path) {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); // not blocking: a pipe must not be waited for
     if (fd < 0) return false;
     struct stat status;
     unsigned char magic[4];
-    bool is = fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && read_at(fd, magic, 4, 0) == 4 &&
+    bool is = fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && file_read_at(fd, magic, 4, 0) == 4 &&
               find_layout(load_u32(magic));
     close(fd);
     return is;
@@ -196,7 +183,7 @@ bool token_file_open(struct token_file *f, const char *path, char *error, size_t
     unsigned char header[TOKEN_FILE_HEADER];
     uint64_t bytes = 0;
     bool opened = open_regular(f, &bytes, error, error_size);
-    if (opened && read_at(f->fd, header, sizeof header, 0) < 0)
+    if (opened && file_read_at(f->fd, header, sizeof header, 0) < 0)
         opened = file_error(error, error_size, "%s: cannot be read: %s", path, strerror(errno));
     opened = opened && parse_header(f, header, bytes, error, error_size);
     if (!opened) token_file_close(f);
@@ -233,7 +220,7 @@ static bool read_piece(const struct token_file *f, uint64_t start, size_t n, uns
                        size_t error_size) {
     size_t wanted = n * (size_t)f->id_bytes;
     uint64_t offset = TOKEN_FILE_HEADER + start * (uint64_t)f->id_bytes;
-    ssize_t got = read_at(f->fd, bytes, wanted, offset);
+    ssize_t got = file_read_at(f->fd, bytes, wanted, offset);
     if (got < 0) {
         int reason = errno;
         file_error(error, error_size, "%s: cannot be read at byte %ju: %s", f->path, (uintmax_t)offset,

@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/clock.h"
 #include "kernels/fail.h"
 #include "model/schedule.h"
 
@@ -39,15 +38,16 @@ void trainer_open(struct trainer *t, const struct options *o, const struct data 
     t->master = device_alloc(bytes);
     t->m = device_alloc(bytes);
     t->v = device_alloc(bytes);
-    size_t windows = (size_t)trainer_sequences_per_step(o) * (size_t)window_length(o);
-    size_t eval_windows = (size_t)o->batch * (size_t)window_length(o);
-    t->window = malloc(sizeof *t->window * (windows > eval_windows ? windows : eval_windows));
-    if (!t->window) fail_internal("data", "found no memory for the %zu tokens of one step", windows);
+    t->prefetch = prefetch_open(data, (size_t)window_length(o), trainer_sequences_per_step(o));
+    size_t tokens = (size_t)o->batch * (size_t)window_length(o);
+    t->eval_window = malloc(sizeof *t->eval_window * tokens);
+    if (!t->eval_window) fail_internal("data", "found no memory for %zu tokens to evaluate", tokens);
     initialise_weights(t);
 }
 
 void trainer_close(struct trainer *t) {
-    free(t->window);
+    prefetch_close(t->prefetch);
+    free(t->eval_window);
     device_free(t->v);
     device_free(t->m);
     device_free(t->master);
@@ -104,10 +104,7 @@ void trainer_accumulate(struct trainer *t, struct step_report *report) {
     const struct config *c = &o->model;
     int64_t count = trainer_sequences_per_step(o);
     int length = window_length(o);
-    double start = clock_seconds();
-    for (int64_t i = 0; i < count; i++)
-        data_read(t->data, DATA_TRAIN, (uint64_t)(t->sequences + i), t->window + (size_t)i * (size_t)length);
-    report->data_seconds = clock_seconds() - start;
+    t->window = prefetch_take(t->prefetch, t->sequences, &report->data_seconds);
 
     struct step_totals totals = {0};
     model_add_totals(&totals, c, (struct batch){t->window, (int)count, o->seq});
@@ -175,8 +172,8 @@ double trainer_evaluate(struct trainer *t, int sequences) {
     for (int first = 0; first < sequences; first += o->batch) {
         int count = sequences - first < o->batch ? sequences - first : o->batch;
         for (int b = 0; b < count; b++)
-            data_read(t->data, DATA_EVAL, (uint64_t)first + (uint64_t)b, t->window + (size_t)b * length);
-        struct batch batch = {t->window, count, o->seq};
+            data_read_or_fail(t->data, DATA_EVAL, (uint64_t)first + (uint64_t)b, t->eval_window + (size_t)b * length);
+        struct batch batch = {t->eval_window, count, o->seq};
         model_add_totals(&totals, &o->model, batch);
         sum += model_evaluate(&t->model, batch).cross_entropy[0];
     }

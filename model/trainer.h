@@ -9,6 +9,7 @@
 #include <stdio.h>
 
 #include "data/data.h"
+#include "data/prefetch.h"
 #include "model/checkpoint.h"
 #include "model/model.h"
 #include "model/options.h"
@@ -21,7 +22,9 @@ struct trainer {
     int64_t step;          // optimizer steps taken
     int64_t sequences;     // sequences taken from the training data: the next global sequence number
     int64_t tokens;        // tokens trained on
-    int32_t *window;       // [sequences of a step, T + 1 + D] host
+    struct prefetch *prefetch;
+    const int32_t *window; // [sequences of a step, T + 1 + D] what the last step trained on; prefetch's
+    int32_t *eval_window;  // [batch, T + 1 + D]
 };
 
 // Balance of one MoE block in one step.
@@ -39,7 +42,7 @@ struct step_report {
     double lr;
     double load_max_over_mean; // of the worst MoE block
     int dead;                  // over all MoE blocks
-    double data_seconds;       // spent waiting for data
+    double data_seconds;       // spent waiting for data that was not read ahead in time
 };
 
 // Allocates the state and initialises weights from the seed.

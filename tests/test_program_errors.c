@@ -180,7 +180,7 @@ static void bad_data_is_refused(void **state) {
     assert_data_refused(root, "found a directory");
     assert_data_refused(at("empty"), "found an empty file");
     assert_data_refused(at("short"), "found 31 tokens"); // one sequence and what MTP looks ahead: 34
-    assert_data_refused(at("shard.bin"), "llm.c token shard (uint16)");
+    assert_data_refused(at("shard.bin"), "found 0 tokens");
     assert_data_refused(at("model.bin"), "llm.c GPT-2 model");
     assert_data_refused("/dev/null", "found a pipe or device");
     write_file("one", text, 40); // enough to train on or to evaluate, not for both

@@ -37,8 +37,8 @@ static struct moe_load loads_of(const struct trainer *t, int block) {
 
 static void open_run(struct run *r, const struct options *o) {
     config_validate(&o->model);
-    r->data = data_open(o->data, o->eval_data, o->seed, o->seq, 1 + o->model.mtp_depth);
-    assert_true(data_vocab(r->data) <= o->model.vocab);
+    r->data = data_open(o->data, o->eval_data, NULL, o->seed, o->seq, 1 + o->model.mtp_depth);
+    assert_int_equal(data_settle_vocab(r->data, o->model.vocab), o->model.vocab);
     trainer_open(&r->t, o, r->data);
 }
 
@@ -166,7 +166,7 @@ static void every_step_takes_the_next_sequences_of_the_data(void **state) {
     for (uint64_t step = 0; step < 3; step++) {
         run_steps(&r.t, 1);
         for (uint64_t i = 0; i < 6; i++) {
-            data_read(r.data, DATA_TRAIN, 6 * step + i, tokens);
+            data_read_or_fail(r.data, DATA_TRAIN, 6 * step + i, tokens);
             assert_memory_equal(r.t.window + i * length, tokens, sizeof *tokens * length);
         }
     }
@@ -504,7 +504,7 @@ static void evaluation_is_the_mean_over_the_first_sequences_of_the_eval_split(vo
     assert_non_null(tokens);
     double sum = 0;
     for (int i = 0; i < sequences; i++) {
-        data_read(r.data, DATA_EVAL, (uint64_t)i, tokens);
+        data_read_or_fail(r.data, DATA_EVAL, (uint64_t)i, tokens);
         sum += model_evaluate(&r.t.model, (struct batch){tokens, 1, o.seq}).cross_entropy[0] / o.seq;
     }
     // The same losses of tokens, whose sums in double group differently.

@@ -1,0 +1,275 @@
+#include "data/source.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <glob.h>
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "data/stories.h"
+#include "data/token_file.h"
+#include "kernels/fail.h"
+#include "kernels/random.h"
+
+// Returns false, so that a check reads "return refuse(...)".
+static bool refuse(struct data_error *e, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static bool refuse(struct data_error *e, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(e->line, sizeof e->line, format, args);
+    va_end(args);
+    e->internal = false;
+    return false;
+}
+
+static bool blame_machine(struct data_error *e, const char *path, const char *what) {
+    refuse(e, "%s: %s: %s", path, what, strerror(errno));
+    e->internal = true;
+    return false;
+}
+
+// ---- opening text ----
+
+static bool open_text(struct source *s, const char *flag, struct data_error *e) {
+    // Not blocking, so that a pipe without a writer is refused below instead of waited for.
+    s->text = open(s->spec, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (s->text < 0)
+        return refuse(e, "%s: cannot be opened (%s), wanted a text file or token shards; check %s", s->spec,
+                      strerror(errno), flag);
+    struct stat status;
+    if (fstat(s->text, &status) != 0) return blame_machine(e, s->spec, "cannot be examined");
+    if (S_ISDIR(status.st_mode))
+        return refuse(e, "%s: found a directory, wanted a file for %s; give a pattern in quotes for the shards in it",
+                      s->spec, flag);
+    if (!S_ISREG(status.st_mode))
+        return refuse(e, "%s: found a pipe or device, wanted a regular file for %s; write the text to a file first",
+                      s->spec, flag);
+    if (status.st_size == 0) return refuse(e, "%s: found an empty file, wanted text for %s", s->spec, flag);
+    s->kind = SOURCE_BYTES;
+    s->text_bytes = (uint64_t)status.st_size;
+    s->tokens = s->text_bytes + 1;
+    s->vocab = BYTE_VOCAB;
+    s->vocab_known = true;
+    return true;
+}
+
+// llm.c's files are int32 headers and binary bodies: bytes of them would train without complaint and teach nothing.
+static bool text_is_llmc(const struct source *s) {
+    char begin[64];
+    ssize_t got = file_read_at(s->text, begin, sizeof begin, 0);
+    const char *guess = got > 0 ? token_file_guess(begin, (size_t)got) : NULL; // an error will come again on reading
+    return guess && strncmp(guess, "an llm.c", strlen("an llm.c")) == 0;
+}
+
+// ---- opening shards ----
+
+static bool refuse_unlike(const struct token_file *f, const struct token_file *first, struct data_error *e) {
+    if (f->id_bytes != first->id_bytes)
+        return refuse(e, "%s: found ids of %d bits, wanted %d as in %s; give shards of one tokenizer", f->path,
+                      8 * f->id_bytes, 8 * first->id_bytes, first->path);
+    if (f->vocab != first->vocab)
+        return refuse(e,
+                      "%s: found a vocabulary of %" PRIu32 " in the header, wanted %" PRIu32
+                      " as in %s (0: not there); give shards of one tokenizer",
+                      f->path, f->vocab, first->vocab, first->path);
+    return true;
+}
+
+// Every shard stays open, and by default a process may have 1024 files.
+static void allow_files(size_t count) {
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= count + 64) return;
+    limit.rlim_cur = count + 64 < limit.rlim_max ? count + 64 : limit.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &limit); // where it fails, opening a shard will say so
+}
+
+static bool open_shards(struct source *s, char *const *paths, size_t count, struct data_error *e) {
+    s->kind = SOURCE_SHARDS;
+    s->shards = malloc(sizeof *s->shards * count);
+    s->starts = malloc(sizeof *s->starts * (count + 1));
+    if (!s->shards || !s->starts) fail_internal(s->spec, "found no memory for %zu shards", count);
+    allow_files(count);
+    for (size_t i = 0; i < count; i++) {
+        if (!token_file_open(&s->shards[i], paths[i], e->line, sizeof e->line)) return e->internal = false;
+        s->shard_count++;
+        if (!refuse_unlike(&s->shards[i], &s->shards[0], e)) return false;
+        s->starts[i] = s->tokens;
+        s->tokens += s->shards[i].count; // below 2^32 each
+    }
+    s->starts[count] = s->tokens;
+    const struct token_file *first = &s->shards[0];
+    s->vocab_known = first->vocab != 0;
+    s->vocab = s->vocab_known ? (int)first->vocab : first->id_bytes == 2 ? 50257 : 128256; // GPT-2's and Llama 3's
+    return true;
+}
+
+static int compare_paths(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+static bool refuse_no_match(const char *pattern, const char *flag, struct data_error *e) {
+    char folder[FILE_PATH];
+    size_t length = strcspn(pattern, "*?[");
+    while (length > 0 && pattern[length - 1] != '/') length--;
+    snprintf(folder, sizeof folder, "%.*s", (int)length, length ? pattern : "");
+    bool there = access(length ? folder : ".", R_OK | X_OK) == 0;
+    return refuse(e, "%s: found no file with such a name in %s%s%s%s, wanted token shards; check %s", pattern,
+                  length ? folder : "this folder", there ? "" : " (", there ? "" : strerror(errno), there ? "" : ")",
+                  flag);
+}
+
+static bool open_pattern(struct source *s, const char *flag, struct data_error *e) {
+    glob_t found;
+    int result = glob(s->spec, GLOB_NOSORT, NULL, &found); // its own order depends on the locale
+    bool opened;
+    if (result == GLOB_NOSPACE) fail_internal(s->spec, "found no memory for the names");
+    if (result == GLOB_NOMATCH) {
+        opened = refuse_no_match(s->spec, flag, e);
+    } else if (result != 0) {
+        opened = blame_machine(e, s->spec, "cannot be searched for");
+    } else {
+        qsort(found.gl_pathv, found.gl_pathc, sizeof *found.gl_pathv, compare_paths);
+        opened = open_shards(s, found.gl_pathv, found.gl_pathc, e);
+    }
+    globfree(&found);
+    return opened;
+}
+
+// ---- opening ----
+
+static bool is_pattern(const char *spec) {
+    struct stat status;
+    return strpbrk(spec, "*?[") && stat(spec, &status) != 0; // a file of that name is itself
+}
+
+static bool open_spec(struct source *s, const char *flag, struct data_error *e) {
+    if (strcmp(s->spec, "stories") == 0) {
+        s->vocab = BYTE_VOCAB;
+        s->vocab_known = true;
+        return true;
+    }
+    if (is_pattern(s->spec)) return open_pattern(s, flag, e);
+    if (!open_text(s, flag, e)) return false;
+    if (!text_is_llmc(s)) return true;
+    close(s->text);
+    s->text = -1;
+    s->tokens = 0;
+    return open_shards(s, &s->spec, 1, e);
+}
+
+bool source_open(struct source *s, const char *spec, const char *flag, const struct tokenizer *tokenizer,
+                 struct data_error *e) {
+    if (!*spec) return refuse(e, "%s: found nothing, wanted a text file, token shards or the word stories", flag);
+    *s = (struct source){.spec = strdup(spec), .text = -1, .tokenizer = tokenizer};
+    if (!s->spec) fail_internal(flag, "no memory");
+    bool opened = open_spec(s, flag, e);
+    if (!opened) source_close(s);
+    return opened;
+}
+
+void source_close(struct source *s) {
+    if (!s->spec) return;
+    if (s->text >= 0) close(s->text); // only read from: nothing can be lost
+    for (size_t i = 0; i < s->shard_count; i++) token_file_close(&s->shards[i]);
+    free(s->shards);
+    free(s->starts);
+    free(s->spec);
+    *s = (struct source){.text = -1};
+}
+
+// ---- reading ----
+
+static void encode_bytes(int32_t *ids, const char *text, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) ids[i] = (unsigned char)text[i];
+}
+
+static bool refuse_changed(const struct source *s, uint64_t found, struct data_error *e) {
+    return refuse(e,
+                  "%s: found %" PRIu64 " bytes, wanted the %" PRIu64 " bytes it had at the start; do not change it "
+                  "during a run",
+                  s->spec, found, s->text_bytes);
+}
+
+static bool read_bytes(const struct source *s, uint64_t start, size_t n, int32_t *tokens, struct data_error *e) {
+    struct stat status;
+    if (fstat(s->text, &status) != 0) return blame_machine(e, s->spec, "cannot be examined");
+    if ((uint64_t)status.st_size != s->text_bytes) return refuse_changed(s, (uint64_t)status.st_size, e);
+    if (start + n == s->tokens) tokens[--n] = BYTE_END_OF_TEXT;
+    for (size_t piece; n > 0; tokens += piece, start += piece, n -= piece) {
+        char bytes[4096];
+        piece = n < sizeof bytes ? n : sizeof bytes;
+        ssize_t got = file_read_at(s->text, bytes, piece, start);
+        if (got < 0) return blame_machine(e, s->spec, "cannot be read");
+        if ((size_t)got < piece) return refuse_changed(s, start + (uint64_t)got, e);
+        encode_bytes(tokens, bytes, piece);
+    }
+    return true;
+}
+
+// The shard that holds a position. Empty ones hold none: of several with the same start it is the last.
+static size_t find_shard(const struct source *s, uint64_t position) {
+    size_t first = 0, last = s->shard_count - 1;
+    while (first < last) {
+        size_t middle = first + (last - first + 1) / 2;
+        if (s->starts[middle] <= position)
+            first = middle;
+        else
+            last = middle - 1;
+    }
+    return first;
+}
+
+static bool read_shards(const struct source *s, uint64_t start, size_t n, int vocab, int32_t *tokens,
+                        struct data_error *e) {
+    // A header's own vocabulary is the stricter limit: an id above it is damage.
+    uint32_t limit = s->vocab_known ? (uint32_t)s->vocab : (uint32_t)vocab;
+    for (size_t i = n ? find_shard(s, start) : 0, piece; n > 0; i++, start += piece, tokens += piece, n -= piece) {
+        uint64_t here = s->starts[i + 1] - start;
+        piece = n < here ? n : (size_t)here;
+        if (token_file_read(&s->shards[i], start - s->starts[i], piece, limit, tokens, e->line, sizeof e->line))
+            continue;
+        e->internal = errno != 0;
+        return false;
+    }
+    return true;
+}
+
+bool source_read(const struct source *s, uint64_t start, size_t n, int vocab, int32_t *tokens, struct data_error *e) {
+    if (s->kind == SOURCE_SHARDS) return read_shards(s, start, n, vocab, tokens, e);
+    return read_bytes(s, start, n, tokens, e);
+}
+
+// Stories one after another, each behind an end of text, until n tokens are full. Half of the windows begin with a
+// story; the others begin somewhere inside one, so that endings are seen also where a story is longer than a window.
+void source_tell(const struct source *s, uint64_t rng, size_t n, int32_t *tokens) {
+    (void)s;
+    char story[STORIES_MAX_BYTES];
+    int32_t ids[STORIES_MAX_BYTES + 1] = {BYTE_END_OF_TEXT};
+    size_t skip = 0, filled = 0;
+    while (filled < n) {
+        size_t bytes = stories_write(&rng, story), length = 1 + bytes;
+        encode_bytes(ids + 1, story, bytes);
+        if (filled == 0 && random_below(&rng, 2)) skip = random_below(&rng, length);
+        size_t room = n - filled, taken = length - skip < room ? length - skip : room;
+        memcpy(tokens + filled, ids + skip, sizeof *tokens * taken);
+        filled += taken;
+        skip = 0;
+    }
+}
+
+// ---- description ----
+
+void source_describe(const struct source *s, FILE *file) {
+    if (s->kind == SOURCE_STORIES) {
+        fprintf(file, "built-in tales made from the seed, without end");
+    } else if (s->kind == SOURCE_BYTES) {
+        fprintf(file, "%" PRIu64 " byte tokens", s->tokens);
+    } else {
+        fprintf(file, "%zu shard%s, %" PRIu64 " tokens of %d bits", s->shard_count, s->shard_count == 1 ? "" : "s",
+                s->tokens, 8 * s->shards[0].id_bytes);
+        if (s->vocab_known) fprintf(file, ", vocabulary %d", s->vocab);
+    }
+}

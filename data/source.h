@@ -1,0 +1,62 @@
+// One stream of tokens, whatever is behind it: the built-in stories, a text file, or token shards put end to end.
+#ifndef MOK_DATA_SOURCE_H
+#define MOK_DATA_SOURCE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include "data/files.h"
+
+struct token_file;
+struct tokenizer;
+
+// Why something could not be opened or read: one line that begins with the place.
+struct data_error {
+    bool internal; // the machine is to blame, not the user
+    char line[FILE_ERROR];
+};
+
+enum { BYTE_VOCAB = 257, BYTE_END_OF_TEXT = 256 }; // of text that no tokenizer encodes: id = byte
+
+enum source_kind {
+    SOURCE_STORIES, // without end, told from a random state
+    SOURCE_BYTES,   // a text file whose bytes are its tokens, and one end of text
+    SOURCE_SHARDS,
+};
+
+struct source {
+    char *spec; // as it was given
+    enum source_kind kind;
+    const struct tokenizer *tokenizer; // NULL: bytes
+    uint64_t tokens;                   // 0: without end
+    int vocab;                         // every id is below it, or should be:
+    bool vocab_known;                  // a shard's header need not say
+
+    int text; // SOURCE_BYTES: descriptor of the file
+    uint64_t text_bytes;
+
+    struct token_file *shards; // SOURCE_SHARDS: [shard_count], in the order of the stream
+    uint64_t *starts;          // [shard_count + 1] the stream's position of each shard's first token, and the end
+    size_t shard_count;
+};
+
+// spec: "stories", the path of a text file or token shard, or a pattern (* ? [) of token shards, which are put end to end
+// in the order of their paths' bytes. flag: where the spec was given, for messages. tokenizer: NULL for bytes; it must
+// outlive the source. false with the reason in e, and nothing to close.
+bool source_open(struct source *s, const char *spec, const char *flag, const struct tokenizer *tokenizer,
+                 struct data_error *e);
+void source_close(struct source *s);
+
+// tokens [n] from position start on; start + n must not exceed s->tokens. Ids at or above vocab (0: not settled yet)
+// are an error, and so is a file whose size has changed. Not for stories. Threads may share s.
+bool source_read(const struct source *s, uint64_t start, size_t n, int vocab, int32_t *tokens, struct data_error *e);
+
+// tokens [n] of the stories that the random state rng (kernels/random.h) stands for.
+void source_tell(const struct source *s, uint64_t rng, size_t n, int32_t *tokens);
+
+// Prints "3 shards, 1200 tokens of 16 bits", or what else it is.
+void source_describe(const struct source *s, FILE *file);
+
+#endif
