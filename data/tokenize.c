@@ -1,6 +1,6 @@
 // ./tokenize: text to token shards, questions to multiple-choice files, and a look at both.
 //
-// In this order: flags, input, documents, output files, progress, and the four things that the program does.
+// In this order: flags, output files, progress, and the four things that the program does.
 #include <cjson/cJSON.h>
 #include <dirent.h>
 #include <errno.h>
@@ -12,7 +12,9 @@
 #include <unistd.h>
 
 #include "data/choices.h"
+#include "data/documents.h"
 #include "data/files.h"
+#include "data/reader.h"
 #include "data/token_file.h"
 #include "data/tokenizer.h"
 #include "kernels/clock.h"
@@ -109,8 +111,7 @@ static void collect_arguments(struct arguments *a, int argc, char **argv) {
         enum flag flag = find_flag(argument);
         const char **value = &a->values[flag], *wanted = flags[flag].value;
         if (*value) fail_user(place_of(flag), "found twice, wanted once");
-        if (!wanted && equals)
-            fail_user(place_of(flag), "found value '%s', wanted none: it is a switch", equals + 1);
+        if (!wanted && equals) fail_user(place_of(flag), "found value '%s', wanted none: it is a switch", equals + 1);
         if (!wanted)
             *value = "";
         else if (equals)
@@ -138,7 +139,8 @@ static enum mode find_mode(const struct arguments *a) {
 }
 
 static void require_flag(const struct arguments *a, enum flag flag) {
-    if (!a->values[flag]) fail_user(place_of(flag), "found nothing, wanted --%s %s", flags[flag].name, flags[flag].value);
+    if (!a->values[flag])
+        fail_user(place_of(flag), "found nothing, wanted --%s %s", flags[flag].name, flags[flag].value);
 }
 
 static void parse_arguments(struct arguments *a, int argc, char **argv) {
@@ -146,7 +148,8 @@ static void parse_arguments(struct arguments *a, int argc, char **argv) {
     a->mode = find_mode(a);
     for (int i = 0; i < FLAGS; i++)
         if (a->values[i] && !(flags[i].modes & a->mode))
-            fail_user(place_of((enum flag)i), "found where it does nothing, wanted none; --help shows what goes together");
+            fail_user(place_of((enum flag)i),
+                      "found where it does nothing, wanted none; --help shows what goes together");
     bool takes_files = a->mode == MODE_TEXT || a->mode == MODE_CHECK;
     if (a->input_count && !takes_files)
         fail_user("command line", "found '%s' where a flag should be, wanted --flag value; --help lists the flags",
@@ -175,254 +178,6 @@ static struct tokenizer *open_tokenizer(const char *name) {
     return t;
 }
 
-// ---- input: a file or standard input through one buffer ----
-
-enum { READ_BYTES = 1 << 20, HELD_MAX = 256 << 20 };
-
-struct reader {
-    const char *name;
-    int fd;
-    char *data;
-    size_t start, end, capacity; // what is held lies at data[start .. end - 1]
-    bool ended;                  // there is nothing behind it
-    uint64_t bytes, line;        // read so far; number of the last line that was taken
-};
-
-static bool is_standard_input(const char *name) { return strcmp(name, "-") == 0; }
-
-static void reader_open(struct reader *r, const char *name) {
-    *r = (struct reader){.name = is_standard_input(name) ? "standard input" : name, .fd = STDIN_FILENO};
-    if (!is_standard_input(name)) r->fd = open(name, O_RDONLY | O_CLOEXEC);
-    if (r->fd < 0) fail_user(name, "cannot be opened (%s), wanted a file to read", strerror(errno));
-}
-
-static void reader_close(struct reader *r) {
-    if (r->fd != STDIN_FILENO) close(r->fd); // only read from: nothing can be lost
-    free(r->data);
-}
-
-static size_t reader_held(const struct reader *r) { return r->end - r->start; }
-
-static void make_room(struct reader *r) {
-    memmove(r->data, r->data + r->start, reader_held(r));
-    r->end -= r->start;
-    r->start = 0;
-    if (r->capacity - r->end >= READ_BYTES) return;
-    if (r->end >= HELD_MAX)
-        fail_user(r->name,
-                  "found %zu bytes behind line %" PRIu64 " in one piece, wanted at most %d of a line, or between places "
-                  "where words end; give --documents lines or break its lines",
-                  r->end, r->line, HELD_MAX);
-    r->capacity = 2 * r->capacity + READ_BYTES;
-    r->data = realloc(r->data, r->capacity);
-    if (!r->data) fail_internal(r->name, "found no memory for %zu bytes of it", r->capacity);
-}
-
-// What is no text: bytes of it would be encoded without complaint and teach nothing.
-static void refuse_binary(const struct reader *r) {
-    const char *kind = token_file_guess(r->data, r->end);
-    if (kind && strcmp(kind, "text") != 0)
-        fail_user(r->name, "found %s, wanted plain text; unpack it first (zcat FILE | ./tokenize ... -)", kind);
-}
-
-// Holds more bytes than before, or returns false at the end.
-static bool reader_more(struct reader *r) {
-    if (r->ended) return false;
-    if (r->capacity - r->end < READ_BYTES) make_room(r);
-    ssize_t got;
-    do got = read(r->fd, r->data + r->end, READ_BYTES);
-    while (got < 0 && errno == EINTR);
-    if (got < 0 && errno == EISDIR) fail_user(r->name, "found a folder, wanted a text file");
-    if (got < 0) fail_internal(r->name, "cannot be read at byte %" PRIu64 ": %s", r->bytes, strerror(errno));
-    r->end += (size_t)got;
-    if (r->bytes == 0 && got > 0) refuse_binary(r);
-    r->bytes += (size_t)got;
-    r->ended = got == 0;
-    return !r->ended;
-}
-
-// The next line without its end, valid until the next call; the last one may lack its end.
-static bool reader_line(struct reader *r, char **line, size_t *length) {
-    size_t seen = 0;
-    char *end = NULL;
-    while (!(end = memchr(r->data + r->start + seen, '\n', reader_held(r) - seen))) {
-        seen = reader_held(r);
-        if (!reader_more(r)) break;
-    }
-    if (!end && !reader_held(r)) return false;
-    *line = r->data + r->start;
-    *length = end ? (size_t)(end - *line) : reader_held(r);
-    r->start += *length + (end != NULL);
-    r->line++;
-    return true;
-}
-
-// ---- JSON lines ----
-
-// A place for messages: "name:line", a static text.
-static const char *place_of_line(const struct reader *r) {
-    static char place[FILE_PATH + 32];
-    snprintf(place, sizeof place, "%s:%" PRIu64, r->name, r->line);
-    return place;
-}
-
-// C strings end at a zero, so text behind one would be lost: the byte itself, or its escape \u0000.
-static bool holds_zero(const char *text, size_t length) {
-    for (size_t i = 0; i < length; i++) {
-        if (!text[i]) return true;
-        if (text[i] != '\\') continue;
-        if (length - i >= 6 && memcmp(text + i, "\\u0000", 6) == 0) return true;
-        i++; // the escaped character, which may be a backslash
-    }
-    return false;
-}
-
-// The line's JSON object, for cJSON_Delete.
-static cJSON *parse_line(const struct reader *r, const char *line, size_t length) {
-    const char *place = place_of_line(r);
-    char error[FILE_ERROR];
-    if (holds_zero(line, length)) fail_user(place, "found a character zero, wanted text without; remove the line");
-    cJSON *object = file_parse_json(line, length, place, error, sizeof error);
-    if (!object) fail_user(place, "%s", error + strlen(place) + 2); // without the place that it begins with
-    return object;
-}
-
-static bool is_blank(const char *line, size_t length) {
-    for (size_t i = 0; i < length; i++)
-        if (!strchr(" \t\r", line[i]) || !line[i]) return false;
-    return true;
-}
-
-// ---- documents: text that waits to be encoded ----
-
-// Texts are encoded a batch at a time, by all threads, and written in their order.
-enum { BATCH_BYTES = 16 << 20, BATCH_PIECES = 8192 };
-enum { PIECE_BYTES = 1 << 20 }; // of a file that is one document
-
-struct piece {
-    size_t start, bytes; // in the batch's text
-    bool begins;         // a document: the end of text comes first
-    struct token_list list;
-};
-
-struct batch {
-    char *text;
-    size_t used, capacity;
-    struct piece *pieces; // [BATCH_PIECES]; their lists are used again
-    int count;
-};
-
-static struct batch batch_open(void) {
-    struct batch b = {.pieces = calloc(BATCH_PIECES, sizeof *b.pieces)};
-    if (!b.pieces) fail_internal("batch", "found no memory");
-    return b;
-}
-
-static void batch_close(struct batch *b) {
-    for (int i = 0; i < BATCH_PIECES; i++) free(b->pieces[i].list.ids);
-    free(b->pieces);
-    free(b->text);
-}
-
-static bool batch_is_full(const struct batch *b) { return b->used >= BATCH_BYTES || b->count == BATCH_PIECES; }
-
-static void batch_add(struct batch *b, const char *text, size_t bytes, bool begins) {
-    if (b->capacity - b->used < bytes) {
-        b->capacity = 2 * b->capacity + bytes;
-        b->text = realloc(b->text, b->capacity);
-        if (!b->text) fail_internal("batch", "found no memory for %zu bytes of text", b->capacity);
-    }
-    memcpy(b->text + b->used, text, bytes);
-    struct piece *p = &b->pieces[b->count++];
-    p->start = b->used;
-    p->bytes = bytes;
-    p->begins = begins;
-    b->used += bytes;
-}
-
-static void batch_encode(struct batch *b, const struct tokenizer *t) {
-#pragma omp parallel for schedule(dynamic)
-    for (int i = 0; i < b->count; i++) {
-        struct piece *p = &b->pieces[i];
-        p->list.count = 0;
-        tokenizer_encode(t, b->text + p->start, p->bytes, false, &p->list);
-    }
-}
-
-// ---- a long document is cut where its ids do not change ----
-
-// Whether the text around a cut has the same ids in two pieces as in one. The window starts and ends in the middle of
-// words, but on both sides of the comparison alike.
-static bool cut_is_free(const struct tokenizer *t, const char *text, size_t left, size_t right) {
-    struct token_list whole = {0}, parts = {0};
-    tokenizer_encode(t, text, left + right, false, &whole);
-    tokenizer_encode(t, text, left, false, &parts);
-    tokenizer_encode(t, text + left, right, false, &parts);
-    bool same = whole.count == parts.count && memcmp(whole.ids, parts.ids, sizeof *whole.ids * whole.count) == 0;
-    free(whole.ids);
-    free(parts.ids);
-    return same;
-}
-
-// The patterns of GPT-2, Llama 3, DeepSeek and their like end a word behind a letter or digit where white space
-// follows, and look at nothing before a word to find its end. So a cut there leaves all words, and with them all ids, as
-// they are. It would not do to cut behind a line end: GPT-2 splits "  \nx" into "  ", "\n", "x" but makes one word of a
-// last "  \n"; nor in front of any: others join "." and the line ends behind it. Every byte of a character beyond ASCII
-// passes for a letter here, and patterns may differ; therefore the tokenizer itself is asked about the text around the
-// cut. Returns the last such place in text, 0 if there is none.
-static size_t find_cut(const struct tokenizer *t, const char *text, size_t bytes) {
-    enum { WINDOW = 512, TRIES = 100 };
-    int tries = 0;
-    for (size_t cut = bytes > WINDOW ? bytes - WINDOW : 0; cut > 0 && tries < TRIES; cut--) {
-        unsigned char before = (unsigned char)text[cut - 1], after = (unsigned char)text[cut];
-        bool letter = (before >= '0' && before <= '9') || (before | 32) - 'a' < 26u || before >= 0x80;
-        if (!letter || !(after == ' ' || after == '\n' || after == '\r')) continue;
-        size_t left = cut < WINDOW ? cut : WINDOW;
-        if (cut_is_free(t, text + cut - left, left, WINDOW)) return cut;
-        tries++;
-    }
-    return 0;
-}
-
-// The next piece of a file that is one document.
-static bool add_file_piece(struct batch *b, struct reader *r, const struct tokenizer *t) {
-    bool begins = r->bytes == 0;
-    size_t cut = 0;
-    for (size_t wanted = PIECE_BYTES; !cut; wanted = 2 * reader_held(r)) {
-        while (reader_held(r) < wanted && reader_more(r)) continue;
-        if (!reader_held(r)) return false;
-        bool anywhere = r->ended || tokenizer_is_bytes(t);
-        cut = anywhere ? reader_held(r) : find_cut(t, r->data + r->start, reader_held(r));
-    }
-    batch_add(b, r->data + r->start, cut, begins);
-    r->start += cut;
-    return true;
-}
-
-static bool add_line(struct batch *b, struct reader *r) {
-    char *line;
-    size_t length;
-    do
-        if (!reader_line(r, &line, &length)) return false;
-    while (!length);
-    batch_add(b, line, length, true);
-    return true;
-}
-
-static bool add_json_line(struct batch *b, struct reader *r) {
-    char *line;
-    size_t length;
-    do
-        if (!reader_line(r, &line, &length)) return false;
-    while (is_blank(line, length));
-    cJSON *object = parse_line(r, line, length);
-    const char *text = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(object, "text"));
-    if (!text) fail_user(place_of_line(r), "found no string member \"text\", wanted one");
-    if (*text) batch_add(b, text, strlen(text), true);
-    cJSON_Delete(object);
-    return true;
-}
-
 // ---- output files ----
 
 // The shards of this run. Until it is complete, leaving the program removes them, so that a run that failed does not
@@ -435,7 +190,7 @@ static struct {
     bool eval_begun;
     int train_shards; // begun
     uint64_t tokens;
-    char tokenizer_folder[FILE_PATH]; // where the tokenizer waits to be put in place; empty: nothing waits
+    char folder[FILE_PATH], waiting[FILE_PATH]; // of the shards; where the tokenizer waits to be put beside them
     bool complete;
 } output;
 
@@ -452,7 +207,7 @@ static void remove_unfinished(void) {
     token_writer_abandon(&output.writer);
     if (output.eval_begun) unlink(output_path("val", 0));
     for (int i = 1; i <= output.train_shards; i++) unlink(output_path("train", i));
-    if (output.tokenizer_folder[0]) file_remove_folder(output.tokenizer_folder, error, sizeof error);
+    if (output.waiting[0]) file_remove_folder(output.waiting, error, sizeof error);
 }
 
 static int64_t output_limit(void) { return output.train_shards ? output.shard_tokens : output.eval_tokens; }
@@ -487,15 +242,6 @@ static void output_append(const int32_t *ids, size_t n) {
         ids += taken;
         n -= taken;
     }
-}
-
-static void output_finish(void) {
-    if (!output.tokens) fail_user("command line", "found no text in the files, wanted some");
-    if (!output.train_shards)
-        fail_user("--eval-tokens", "found %" PRIu64 " tokens in all, wanted more than %" PRId64 " to have some to train on",
-                  output.tokens, output.eval_tokens);
-    if (output.writer.file) output_finish_shard();
-    output.complete = true;
 }
 
 // folder [FILE_PATH] of a path, and the name in it.
@@ -542,7 +288,8 @@ static void clear_shards(const char *folder, const char *base, bool overwrite) {
         if (!is_shard_name(entry->d_name, base)) continue;
         bool temporary = strcmp(entry->d_name + strlen(entry->d_name) - 4, ".tmp") == 0;
         if (!overwrite && !temporary)
-            fail_user("--out", "found %s/%s, wanted no shards there; name another prefix, or replace them with --overwrite",
+            fail_user("--out",
+                      "found %s/%s, wanted no shards there; name another prefix, or replace them with --overwrite",
                       folder, entry->d_name);
         if (overwrite && unlinkat(dirfd(entries), entry->d_name, 0) != 0)
             fail_internal(entry->d_name, "cannot be removed: %s", strerror(errno));
@@ -559,29 +306,50 @@ static bool same_content(const char *a, const char *b) {
     return same;
 }
 
-// The tokenizer beside the shards, so that samples of a model trained on them can be read. Whole or not at all: it is
-// written to a folder of its own first.
-static void place_tokenizer(const struct tokenizer *t, const char *folder, bool overwrite) {
-    static const char *const names[] = {"tokenizer.json", "tokenizer_config.json"};
-    char error[FILE_ERROR], made[2][FILE_PATH], placed[2][FILE_PATH];
-    snprintf(output.tokenizer_folder, sizeof output.tokenizer_folder, "%s.tokenizer.tmp", output.prefix);
-    const char *waiting = output.tokenizer_folder;
-    if (!file_remove_folder(waiting, error, sizeof error)) fail_internal("--out", "%s", error);
-    if (mkdir(waiting, 0777) != 0) fail_user("--out", "cannot make the folder %s: %s", waiting, strerror(errno));
-    if (!tokenizer_write(t, waiting, error, sizeof error)) fail_internal("--out", "%s", error);
-    for (int i = 0; i < 2; i++) {
-        file_path(made[i], waiting, names[i]);
-        file_path(placed[i], folder, names[i]);
-        if (access(placed[i], F_OK) == 0 && !overwrite && !same_content(made[i], placed[i]))
-            fail_user("--out", "found another tokenizer in %s, wanted the same or none; name another folder, or replace "
-                               "it with --overwrite",
-                      placed[i]);
+// ---- the tokenizer beside the shards, so that samples of a model trained on them can be read ----
+
+// Whole or not at all: it waits in a folder of its own until the shards are complete.
+static const char *const tokenizer_names[] = {"tokenizer.json", "tokenizer_config.json"};
+enum { TOKENIZER_FILES = 2 };
+
+static void write_tokenizer(const struct tokenizer *t, bool overwrite) {
+    char error[FILE_ERROR], made[FILE_PATH], placed[FILE_PATH];
+    snprintf(output.waiting, sizeof output.waiting, "%s.tokenizer.tmp", output.prefix);
+    if (!file_remove_folder(output.waiting, error, sizeof error)) fail_internal("--out", "%s", error);
+    if (mkdir(output.waiting, 0777) != 0)
+        fail_user("--out", "cannot make the folder %s: %s", output.waiting, strerror(errno));
+    if (!tokenizer_write(t, output.waiting, error, sizeof error)) fail_internal("--out", "%s", error);
+    for (int i = 0; i < TOKENIZER_FILES; i++) {
+        file_path(made, output.waiting, tokenizer_names[i]);
+        file_path(placed, output.folder, tokenizer_names[i]);
+        if (access(placed, F_OK) == 0 && !overwrite && !same_content(made, placed))
+            fail_user("--out",
+                      "found another tokenizer in %s, wanted the same or none; name another folder, or replace it with "
+                      "--overwrite",
+                      placed);
     }
-    for (int i = 0; i < 2; i++)
-        if (rename(made[i], placed[i]) != 0 && errno != ENOENT) // a tokenizer may have no second file
-            fail_internal("--out", "cannot rename %s to %s: %s", made[i], placed[i], strerror(errno));
-    if (!file_remove_folder(waiting, error, sizeof error)) fail_internal("--out", "%s", error);
-    output.tokenizer_folder[0] = 0;
+}
+
+static void place_tokenizer(void) {
+    char error[FILE_ERROR], made[FILE_PATH], placed[FILE_PATH];
+    for (int i = 0; i < TOKENIZER_FILES; i++) {
+        file_path(made, output.waiting, tokenizer_names[i]);
+        file_path(placed, output.folder, tokenizer_names[i]);
+        if (rename(made, placed) != 0 && errno != ENOENT) // a tokenizer may have no second file
+            fail_internal("--out", "cannot rename %s to %s: %s", made, placed, strerror(errno));
+    }
+    if (!file_remove_folder(output.waiting, error, sizeof error)) fail_internal("--out", "%s", error);
+}
+
+static void output_finish(void) {
+    if (!output.tokens) fail_user("command line", "found no text in the files, wanted some");
+    if (!output.train_shards)
+        fail_user("--eval-tokens",
+                  "found %" PRIu64 " tokens in all, wanted more than %" PRId64 " to have some to train on",
+                  output.tokens, output.eval_tokens);
+    place_tokenizer();
+    if (output.writer.file) output_finish_shard();
+    output.complete = true;
 }
 
 // ---- progress ----
@@ -605,12 +373,12 @@ static void progress_show(const struct reader *r) {
         memset(bar, '#', (size_t)(share * (sizeof bar - 1)));
         snprintf(eta, sizeof eta, " | eta %.0f s", ((double)progress.total - done) / rate);
     }
-    fprintf(stderr, "\r%s %.1f/%.1f MB | %.1f MB/s | %.1fM tokens%s\033[K", bar, done / 1e6, (double)progress.total / 1e6,
-            rate / 1e6, (double)output.tokens / 1e6, eta);
+    fprintf(stderr, "%s %.1f/%.1f MB | %.1f MB/s | %.1fM tokens%s\033[K\r", bar, done / 1e6,
+            (double)progress.total / 1e6, rate / 1e6, (double)output.tokens / 1e6, eta);
 }
 
 static void progress_clear(void) {
-    if (progress.shown && progress.last_line > 0) fputs("\r\033[K", stderr);
+    if (progress.shown && progress.last_line > 0) fputs("\033[K", stderr);
 }
 
 // Looks at the inputs before anything is written, and adds up their sizes.
@@ -620,7 +388,7 @@ static void check_inputs(const struct arguments *a) {
     for (int i = 0; i < a->input_count; i++) {
         const char *name = a->inputs[i];
         struct stat info;
-        if (is_standard_input(name)) {
+        if (reader_is_standard_input(name)) {
             known = false;
             if (++standard > 1) fail_user("command line", "found - twice, wanted standard input once");
             continue;
@@ -638,13 +406,11 @@ static void check_inputs(const struct arguments *a) {
 
 // ---- text to shards ----
 
-enum documents { DOCUMENTS_FILE, DOCUMENTS_LINES, DOCUMENTS_JSONL };
-
-static enum documents find_documents(const struct arguments *a) {
+static enum document_kind find_documents(const struct arguments *a) {
     static const char *const words[] = {"file", "lines", "jsonl"};
     const char *value = a->values[FLAG_DOCUMENTS];
     for (int i = 0; i < 3; i++)
-        if (!value || strcmp(value, words[i]) == 0) return (enum documents)i;
+        if (!value || strcmp(value, words[i]) == 0) return (enum document_kind)i;
     fail_user("--documents", "found '%s', wanted one of %s", value, flags[FLAG_DOCUMENTS].value);
 }
 
@@ -661,59 +427,54 @@ struct counts {
     uint64_t documents, bytes;
 };
 
-static void write_batch(struct batch *b, const struct tokenizer *t, int32_t end_of_text, struct counts *counts) {
-    batch_encode(b, t);
-    for (int i = 0; i < b->count; i++) {
-        const struct piece *p = &b->pieces[i];
+static void write_documents(struct documents *d, const struct tokenizer *t, int32_t end_of_text,
+                            struct counts *counts) {
+    documents_encode(d, t);
+    for (int i = 0; i < d->count; i++) {
+        const struct document_piece *p = &d->pieces[i];
         if (p->begins) output_append(&end_of_text, 1);
         output_append(p->list.ids, p->list.count);
         counts->documents += p->begins;
     }
-    counts->bytes += b->used;
-    b->used = 0;
-    b->count = 0;
-}
-
-static bool add_document(struct batch *b, struct reader *r, const struct tokenizer *t, enum documents documents) {
-    if (documents == DOCUMENTS_FILE) return add_file_piece(b, r, t);
-    return documents == DOCUMENTS_LINES ? add_line(b, r) : add_json_line(b, r);
+    counts->bytes += d->used;
+    documents_clear(d);
 }
 
 static void open_output(const struct arguments *a, const struct tokenizer *t) {
-    char folder[FILE_PATH];
     bool overwrite = a->values[FLAG_OVERWRITE] != NULL;
     output.prefix = a->values[FLAG_OUT];
     output.vocab = tokenizer_vocab(t);
     output.shard_tokens = number_of(a, FLAG_SHARD_TOKENS, 100000000, 1);
     output.eval_tokens = number_of(a, FLAG_EVAL_TOKENS, 0, 0);
-    const char *base = split_path(output.prefix, folder);
-    make_folder(folder);
-    clear_shards(folder, base, overwrite);
+    const char *base = split_path(output.prefix, output.folder);
+    make_folder(output.folder);
+    clear_shards(output.folder, base, overwrite);
     atexit(remove_unfinished);
-    place_tokenizer(t, folder, overwrite);
+    write_tokenizer(t, overwrite);
 }
 
 static void tokenize_text(const struct arguments *a) {
-    enum documents documents = find_documents(a);
+    enum document_kind kind = find_documents(a);
     struct tokenizer *t = open_tokenizer(a->values[FLAG_TOKENIZER]);
     int32_t end_of_text = find_end_of_text(a, t);
     check_inputs(a);
     open_output(a, t);
     struct counts counts = {0};
-    struct batch batch = batch_open();
+    struct documents documents;
+    documents_open(&documents);
     for (int i = 0; i < a->input_count; i++) {
         struct reader r;
         reader_open(&r, a->inputs[i]);
-        while (add_document(&batch, &r, t, documents)) {
-            if (batch_is_full(&batch)) write_batch(&batch, t, end_of_text, &counts);
+        while (documents_read(&documents, &r, t, kind)) {
+            if (documents_full(&documents)) write_documents(&documents, t, end_of_text, &counts);
             progress_show(&r);
         }
         progress.done += r.bytes;
         reader_close(&r);
     }
-    write_batch(&batch, t, end_of_text, &counts);
+    write_documents(&documents, t, end_of_text, &counts);
     output_finish();
-    batch_close(&batch);
+    documents_close(&documents);
     tokenizer_close(t);
     progress_clear();
     printf("%" PRIu64 " documents, %" PRIu64 " bytes, %" PRIu64 " tokens, %.3f bytes per token, %d files, %.1f s\n",
@@ -723,32 +484,169 @@ static void tokenize_text(const struct arguments *a) {
 
 // ---- questions to a multiple-choice file ----
 
-static struct choice_list list_of(const struct token_list *list) { return (struct choice_list){list->ids, list->count}; }
+static struct choices_writer questions; // leaving the program before its end removes its file
+
+static void abandon_questions(void) { choices_writer_abandon(&questions); }
 
 // Encodes one question and appends it. The space before an ending belongs to it, as in llm.c's files.
-static void append_question(struct choices_writer *w, const struct tokenizer *t, const char *place, const cJSON *object) {
+static void append_question(const struct tokenizer *t, const char *place, const cJSON *object) {
     const char *context = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(object, "ctx"));
     const cJSON *endings = cJSON_GetObjectItemCaseSensitive(object, "endings"), *ending;
     uint64_t label;
-    int count = cJSON_GetArraySize(endings);
     if (!context || !cJSON_IsArray(endings) ||
         !file_json_integer(cJSON_GetObjectItemCaseSensitive(object, "label"), &label))
-        fail_user(place, "found an object without one of them, wanted ctx (a string), endings (an array) and label (a "
-                         "whole number)");
+        fail_user(place,
+                  "found an object that lacks one of them, wanted ctx (a string), endings (an array) and label (a "
+                  "whole number)");
+    int count = cJSON_GetArraySize(endings);
     if (count < CHOICES_LEAST || count > CHOICES_MOST || label >= (uint64_t)count)
-        fail_user(place, "found %d endings and label %ju, wanted %d to %d endings and a label below their number", count,
-                  (uintmax_t)label, CHOICES_LEAST, CHOICES_MOST);
+        fail_user(place,
+                  "found %d endings and label %" PRIu64 ", wanted %d to %d endings and a label below their number",
+                  count, label, CHOICES_LEAST, CHOICES_MOST);
 
-    struct token_list ids[CHOICES_MOST + 1] = {0}; // the context comes first
-    struct choice_list completions[CHOICES_MOST];
+    struct token_list ids[CHOICES_MOST + 1] = {0}; // the context, then the endings
     tokenizer_encode(t, context, strlen(context), false, &ids[0]);
-    int k = 0;
+    int used = 1;
     cJSON_ArrayForEach(ending, endings) {
         if (!cJSON_IsString(ending)) fail_user(place, "found an ending that is no string, wanted strings");
-        tokenizer_encode(t, " ", 1, false, &ids[k + 1]);
-        ids[k + 1].count = 0;
-        k++;
+        char *text;
+        if (asprintf(&text, " %s", ending->valuestring) < 0) fail_internal(place, "found no memory for an ending");
+        tokenizer_encode(t, text, strlen(text), false, &ids[used++]);
+        free(text);
     }
-    (void)completions;
-    (void)w;
+    struct choice_list lists[CHOICES_MOST + 1];
+    for (int i = 0; i < used; i++) lists[i] = (struct choice_list){ids[i].ids, ids[i].count};
+    char error[FILE_ERROR];
+    if (!choices_writer_append(&questions, (int)label, lists[0], lists + 1, count, error, sizeof error))
+        fail_user(place, "%s", error);
+    for (int i = 0; i < used; i++) free(ids[i].ids);
+}
+
+static void write_choices(const struct arguments *a) {
+    char folder[FILE_PATH], error[FILE_ERROR];
+    const char *path = a->values[FLAG_OUT];
+    struct tokenizer *t = open_tokenizer(a->values[FLAG_TOKENIZER]);
+    struct reader r;
+    reader_open(&r, a->values[FLAG_CHOICES]);
+    split_path(path, folder);
+    if (access(path, F_OK) == 0 && !a->values[FLAG_OVERWRITE])
+        fail_user("--out", "found %s, wanted no file there; name another, or replace it with --overwrite", path);
+    make_folder(folder);
+    if (!choices_writer_begin(&questions, path, error, sizeof error)) fail_internal("--out", "%s", error);
+    atexit(abandon_questions);
+    for (cJSON *object; (object = reader_json_line(&r)); cJSON_Delete(object))
+        append_question(t, reader_place(&r), object);
+    if (!questions.count) fail_user(r.name, "found no line with a question, wanted some");
+    int count = questions.count, longest = questions.longest;
+    if (!choices_writer_finish(&questions, error, sizeof error)) fail_internal("--out", "%s", error);
+    printf("%d examples, the longest of %d bytes\n", count, longest);
+    reader_close(&r);
+    tokenizer_close(t);
+}
+
+// ---- a look at files ----
+
+enum { CHUNK = 1 << 16 }; // ids
+
+static void check_shard(const char *path) {
+    char error[FILE_ERROR];
+    struct token_file f;
+    if (!token_file_open(&f, path, error, sizeof error) || !token_file_check(&f, error, sizeof error))
+        fail_user("--check", "%s", error);
+    int32_t largest = -1;
+    static int32_t ids[CHUNK];
+    for (uint64_t start = 0; start < f.count; start += CHUNK) {
+        size_t n = f.count - start < CHUNK ? (size_t)(f.count - start) : CHUNK;
+        if (!token_file_read(&f, start, n, 0, ids, error, sizeof error)) fail_user("--check", "%s", error);
+        for (size_t i = 0; i < n; i++)
+            if (ids[i] > largest) largest = ids[i];
+    }
+    printf("%s: %" PRIu64 " tokens of %d bytes, largest id %d, ", path, f.count, f.id_bytes, largest);
+    if (f.vocab) printf("vocabulary %" PRIu32 ", ", f.vocab);
+    puts(f.hash ? "hash as in the header" : "no hash in the header");
+    token_file_close(&f);
+}
+
+static void check_choices(const char *path) {
+    char error[FILE_ERROR];
+    struct choices c;
+    if (!choices_open(&c, path, 0, error, sizeof error)) fail_user("--check", "%s", error);
+    printf("%s: %d multiple-choice examples, largest id %d\n", path, c.count, c.largest_id);
+    choices_close(&c);
+}
+
+static void check_files(const struct arguments *a) {
+    for (int i = 0; i < a->input_count; i++) {
+        if (choices_is(a->inputs[i]))
+            check_choices(a->inputs[i]);
+        else
+            check_shard(a->inputs[i]);
+    }
+}
+
+static void decode_shard(const struct arguments *a) {
+    char error[FILE_ERROR];
+    struct tokenizer *t = open_tokenizer(a->values[FLAG_TOKENIZER]);
+    struct token_file f;
+    if (!token_file_open(&f, a->values[FLAG_DECODE], error, sizeof error)) fail_user("--decode", "%s", error);
+    uint64_t wanted = (uint64_t)number_of(a, FLAG_TOKENS, 256, 1), end = wanted < f.count ? wanted : f.count;
+    for (uint64_t start = 0; start < end; start += CHUNK) {
+        static int32_t ids[CHUNK];
+        size_t n = end - start < CHUNK ? (size_t)(end - start) : CHUNK;
+        if (!token_file_read(&f, start, n, (uint32_t)tokenizer_vocab(t), ids, error, sizeof error))
+            fail_user("--decode", "%s", error);
+        size_t room = tokenizer_decode_room(t, ids, n);
+        char *text = malloc(room + 1);
+        if (!text) fail_internal("--decode", "found no memory for %zu bytes of text", room);
+        fwrite(text, 1, tokenizer_decode(t, text, room, ids, n), stdout);
+        free(text);
+    }
+    token_file_close(&f);
+    tokenizer_close(t);
+}
+
+// ---- the program ----
+
+// The number of a closed standard stream would go to the next file that is opened, and messages would end in that file.
+static void hold_closed_streams(void) {
+    int descriptor;
+    do descriptor = open("/dev/null", O_RDONLY);
+    while (descriptor >= 0 && descriptor <= STDERR_FILENO);
+    if (descriptor >= 0) close(descriptor);
+}
+
+static void check_standard_output(void) {
+    errno = 0;
+    if (fflush(stdout) != 0 || ferror(stdout))
+        fail_internal("standard output", "cannot be written: %s", errno ? strerror(errno) : "an earlier write failed");
+}
+
+int main(int argc, char **argv) {
+    hold_closed_streams();
+    struct arguments a = {.inputs = calloc((size_t)argc + 1, sizeof *a.inputs)};
+    if (!a.inputs) fail_internal("command line", "found no memory");
+    for (int i = 1; i < argc; i++)
+        if (strcmp(argv[i], "--help") == 0) a.values[FLAG_HELP] = "";
+    if (a.values[FLAG_HELP]) {
+        print_help();
+    } else {
+        parse_arguments(&a, argc, argv);
+        switch (a.mode) {
+        case MODE_TEXT:
+            tokenize_text(&a);
+            break;
+        case MODE_CHOICES:
+            write_choices(&a);
+            break;
+        case MODE_CHECK:
+            check_files(&a);
+            break;
+        case MODE_DECODE:
+            decode_shard(&a);
+            break;
+        }
+    }
+    free(a.inputs);
+    check_standard_output();
+    return 0;
 }
