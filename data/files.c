@@ -112,8 +112,8 @@ struct cJSON *file_parse_json(const char *text, size_t length, const char *path,
     return NULL;
 }
 
-struct cJSON *file_read_json(const char *path, char *error, size_t error_size) {
-    const uint64_t most = 100 << 20; // the largest index of a published model is a hundredth of this
+char *file_read(const char *path, size_t *length, char *error, size_t error_size) {
+    const uint64_t most = 100 << 20; // the largest index or tokenizer of a published model is a tenth of this
     uint64_t bytes;
     if (!file_size(path, &bytes, error, error_size)) return NULL;
     if (bytes > most) {
@@ -123,13 +123,23 @@ struct cJSON *file_read_json(const char *path, char *error, size_t error_size) {
     }
     FILE *file = fopen(path, "rb");
     char *text = malloc(bytes + 1);
-    struct cJSON *json = NULL;
-    if (!file || !text || fread(text, 1, bytes, file) != bytes)
-        file_error(error, error_size, "%s: cannot read %ju bytes: %s", path, (uintmax_t)bytes, strerror(errno));
-    else
-        json = file_parse_json(text, bytes, path, error, error_size);
-    free(text);
+    bool read = file && text && fread(text, 1, bytes, file) == bytes;
+    if (!read) file_error(error, error_size, "%s: cannot read %ju bytes: %s", path, (uintmax_t)bytes, strerror(errno));
     if (file) fclose(file);
+    if (read) {
+        text[bytes] = 0;
+        *length = bytes;
+        return text;
+    }
+    free(text);
+    return NULL;
+}
+
+struct cJSON *file_read_json(const char *path, char *error, size_t error_size) {
+    size_t bytes;
+    char *text = file_read(path, &bytes, error, error_size);
+    struct cJSON *json = text ? file_parse_json(text, bytes, path, error, error_size) : NULL;
+    free(text);
     return json;
 }
 

@@ -34,6 +34,8 @@ bool file_sync(const char *path, char *error, size_t error_size);
 // Removes the files of a folder, then the folder. A folder that is not there is fine; one with folders inside stays.
 bool file_remove_folder(const char *path, char *error, size_t error_size);
 
+// The content of a regular file of at most 100 MiB, and a final zero behind it. Free with free.
+char *file_read(const char *path, size_t *length, char *error, size_t error_size);
 // One JSON object with nothing but white space behind it. Free with cJSON_Delete.
 struct cJSON *file_parse_json(const char *text, size_t length, const char *path, char *error, size_t error_size);
 struct cJSON *file_read_json(const char *path, char *error, size_t error_size);

@@ -182,7 +182,11 @@ static bool write_config(const struct config *c, const char *folder, char *error
     written = written && file_write_json(path, generation, error, error_size);
     cJSON_Delete(config);
     cJSON_Delete(generation);
-    return written && (!bytes || tokenizer_write_json(folder, error, error_size));
+    if (!written || !bytes) return written;
+    struct tokenizer *tokenizer = tokenizer_open_bytes();
+    written = tokenizer_write(tokenizer, folder, error, error_size);
+    tokenizer_close(tokenizer);
+    return written;
 }
 
 static bool write_folder(const struct checkpoint *c, const char *folder, char *error, size_t error_size) {

@@ -78,7 +78,9 @@ void generate_print_sample(struct model *m, const struct options *o, const char 
     if (!tokens || !text) fail_internal("sampling", "found no memory for %d tokens", o->sample_tokens);
     tokens[0] = TOKENIZER_END_OF_TEXT;
     int count = generate_tokens(m, tokens, 1, o->sample_tokens, o->temperature, o->seed, -1);
-    size_t bytes = tokenizer_decode(text, (size_t)o->sample_tokens, tokens + 1, (size_t)count);
+    struct tokenizer *tokenizer = tokenizer_open_bytes();
+    size_t bytes = tokenizer_decode(tokenizer, text, (size_t)o->sample_tokens, tokens + 1, (size_t)count);
+    tokenizer_close(tokenizer);
     replace_unprintable(text, bytes);
     printf("--- sample %s ---\n%.*s\n---\n", when, (int)bytes, text);
     fflush(stdout);
@@ -124,10 +126,15 @@ void generate_from_checkpoint(const struct options *o) {
     char *text = malloc(length);
     if (!tokens || !text) fail_internal("--generate", "found no memory for %zu tokens", length);
     tokens[0] = TOKENIZER_END_OF_TEXT; // a text begins where the last one ended
-    tokenizer_encode(tokens + 1, o->prompt, prompt);
+    struct tokenizer *tokenizer = tokenizer_open_bytes();
+    struct token_list ids = {0};
+    tokenizer_encode(tokenizer, o->prompt, prompt, false, &ids);
+    for (size_t i = 0; i < prompt; i++) tokens[1 + i] = ids.ids[i];
+    free(ids.ids);
     int count =
         generate_tokens(&m, tokens, (int)prompt + 1, (int)o->generate, o->temperature, o->seed, TOKENIZER_END_OF_TEXT);
-    size_t bytes = tokenizer_decode(text, length, tokens + 1, prompt + (size_t)count);
+    size_t bytes = tokenizer_decode(tokenizer, text, length, tokens + 1, prompt + (size_t)count);
+    tokenizer_close(tokenizer);
     fwrite(text, 1, bytes, stdout);
     if (bytes && text[bytes - 1] != '\n') putchar('\n');
     free(text);

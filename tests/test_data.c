@@ -1,4 +1,4 @@
-// The data room: windows, order, splits, errors; the stories; the byte tokenizer.
+// The data room: windows, order, splits, errors; the stories.
 #include "tests/test.h"
 
 #include <fcntl.h>
@@ -646,98 +646,10 @@ static void test_stories_vary(void **state) {
         char story[STORIES_MAX_BYTES];
         size_t n = stories_write(i % 2 ? &a : &b, story);
         int32_t tokens[STORIES_MAX_BYTES];
-        tokenizer_encode(tokens, story, n);
+        for (size_t k = 0; k < n; k++) tokens[k] = (unsigned char)story[k];
         hashes[i] = hash_tokens(0xcbf29ce484222325ull, tokens, n);
         for (int k = 0; k < i; k++) assert_true(hashes[i] != hashes[k]);
     }
-}
-
-// ---- tokenizer ----
-
-static void test_tokenizer_round_trip(void **state) {
-    (void)state;
-    char text[256], back[300];
-    int32_t ids[258];
-    for (int i = 0; i < 256; i++) text[i] = (char)(unsigned char)i;
-    assert_int_equal(tokenizer_encode(ids, text, 256), 256);
-    for (int i = 0; i < 256; i++) assert_int_equal(ids[i], i);
-    assert_int_equal(tokenizer_decode(back, sizeof back, ids, 256), 256);
-    assert_memory_equal(back, text, 256);
-
-    int32_t odd[] = {'a', TOKENIZER_END_OF_TEXT, 'b', 257, -1, INT32_MAX};
-    assert_int_equal(tokenizer_decode(back, sizeof back, odd, 6), 6);
-    assert_memory_equal(back, "a\nb???", 6);
-    back[2] = '#';
-    assert_int_equal(tokenizer_decode(back, 2, odd, 6), 2);
-    assert_int_equal(back[2], '#');
-    assert_int_equal(tokenizer_decode(back, sizeof back, odd, 0), 0);
-}
-
-static cJSON *parse_file(const char *path) {
-    static char text[1 << 16];
-    FILE *file = fopen(path, "rb");
-    assert_non_null(file);
-    size_t n = fread(text, 1, sizeof text - 1, file);
-    text[n] = 0;
-    fclose(file);
-    return cJSON_Parse(text);
-}
-
-static void test_tokenizer_json_has_every_byte(void **state) {
-    (void)state;
-    char error[512] = "";
-    if (!tokenizer_write_json(folder, error, sizeof error)) fail_msg("%s", error);
-    cJSON *json = parse_file(in_folder("tokenizer.json"));
-    assert_non_null(json);
-    cJSON *vocab = cJSON_GetObjectItem(cJSON_GetObjectItem(json, "model"), "vocab");
-    assert_int_equal(cJSON_GetArraySize(vocab), 257);
-    bool seen[257] = {false};
-    cJSON *entry;
-    cJSON_ArrayForEach(entry, vocab) {
-        assert_true(entry->valueint >= 0 && entry->valueint < 257 && !seen[entry->valueint]);
-        seen[entry->valueint] = true;
-        for (cJSON *other = entry->next; other; other = other->next) {
-            assert_string_not_equal(entry->string, other->string);
-        }
-    }
-    static const struct {
-        const char *name;
-        int id;
-    } known[] = {{"A", 'A'},       {"\"", '"'},      {"\u0120", ' '},  {"\u010a", '\n'},      {"\u0100", 0},
-                 {"\u0121", 0x7f}, {"\u0143", 0xad}, {"\u00ff", 0xff}, {"<|endoftext|>", 256}};
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
-        cJSON *item = cJSON_GetObjectItemCaseSensitive(vocab, known[i].name);
-        assert_non_null(item);
-        assert_int_equal(item->valueint, known[i].id);
-    }
-    cJSON *added = cJSON_GetArrayItem(cJSON_GetObjectItem(json, "added_tokens"), 0);
-    assert_int_equal(cJSON_GetObjectItem(added, "id")->valueint, 256);
-    assert_true(cJSON_IsTrue(cJSON_GetObjectItem(added, "special")));
-    cJSON_Delete(json);
-
-    json = parse_file(in_folder("tokenizer_config.json"));
-    assert_string_equal(cJSON_GetObjectItem(json, "tokenizer_class")->valuestring, "PreTrainedTokenizerFast");
-    cJSON_Delete(json);
-    unlink(in_folder("tokenizer.json"));
-    unlink(in_folder("tokenizer_config.json"));
-}
-
-static void test_tokenizer_json_reports_a_full_disk(void **state) {
-    (void)state;
-    static const char *const names[] = {"tokenizer.json", "tokenizer_config.json"};
-    for (int i = 0; i < 2; i++) {
-        char error[512] = "";
-        assert_int_equal(symlink("/dev/full", in_folder(names[i])), 0);
-        assert_false(tokenizer_write_json(folder, error, sizeof error));
-        assert_non_null(strstr(error, names[i]));
-        assert_non_null(strstr(error, "No space left"));
-        unlink(in_folder(names[0]));
-        unlink(in_folder(names[1]));
-    }
-    char error[512] = "";
-    assert_false(tokenizer_write_json(in_folder("missing"), error, sizeof error));
-    assert_non_null(strstr(error, "missing/tokenizer.json"));
-    assert_non_null(strstr(error, "No such file"));
 }
 
 int main(void) {
@@ -763,9 +675,6 @@ int main(void) {
         cmocka_unit_test(test_story_windows_begin_with_a_story_or_inside_one),
         cmocka_unit_test(test_stories_are_clean_english),
         cmocka_unit_test(test_stories_vary),
-        cmocka_unit_test(test_tokenizer_round_trip),
-        cmocka_unit_test(test_tokenizer_json_has_every_byte),
-        cmocka_unit_test(test_tokenizer_json_reports_a_full_disk),
     };
     return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }
