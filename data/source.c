@@ -13,6 +13,7 @@
 
 #include "data/stories.h"
 #include "data/token_file.h"
+#include "data/tokenizer.h"
 #include "kernels/fail.h"
 #include "kernels/random.h"
 
@@ -53,7 +54,7 @@ static bool open_text(struct source *s, const char *flag, struct data_error *e) 
     s->kind = SOURCE_BYTES;
     s->text_bytes = (uint64_t)status.st_size;
     s->tokens = s->text_bytes + 1;
-    s->vocab = BYTE_VOCAB;
+    s->vocab = TOKENIZER_BYTE_VOCAB;
     s->vocab_known = true;
     return true;
 }
@@ -80,12 +81,12 @@ static bool refuse_unlike(const struct token_file *f, const struct token_file *f
     return true;
 }
 
-// Every shard stays open, and by default a process may have 1024 files.
+// Every shard stays open, and by default a process may have 1024 files: as many more as there are shards.
 static void allow_files(size_t count) {
     struct rlimit limit;
-    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= count + 64) return;
-    limit.rlim_cur = count + 64 < limit.rlim_max ? count + 64 : limit.rlim_max;
-    setrlimit(RLIMIT_NOFILE, &limit); // where it fails, opening a shard will say so
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+    limit.rlim_cur = limit.rlim_max - limit.rlim_cur > count ? limit.rlim_cur + count : limit.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &limit); // where that is not enough, opening a shard will say so
 }
 
 static bool open_shards(struct source *s, char *const *paths, size_t count, struct data_error *e) {
@@ -147,7 +148,7 @@ static bool is_pattern(const char *spec) {
 
 static bool open_spec(struct source *s, const char *flag, struct data_error *e) {
     if (strcmp(s->spec, "stories") == 0) {
-        s->vocab = BYTE_VOCAB;
+        s->vocab = TOKENIZER_BYTE_VOCAB;
         s->vocab_known = true;
         return true;
     }
@@ -197,7 +198,7 @@ static bool read_bytes(const struct source *s, uint64_t start, size_t n, int32_t
     struct stat status;
     if (fstat(s->text, &status) != 0) return blame_machine(e, s->spec, "cannot be examined");
     if ((uint64_t)status.st_size != s->text_bytes) return refuse_changed(s, (uint64_t)status.st_size, e);
-    if (start + n == s->tokens) tokens[--n] = BYTE_END_OF_TEXT;
+    if (start + n == s->tokens) tokens[--n] = TOKENIZER_END_OF_TEXT;
     for (size_t piece; n > 0; tokens += piece, start += piece, n -= piece) {
         char bytes[4096];
         piece = n < sizeof bytes ? n : sizeof bytes;
@@ -247,7 +248,7 @@ bool source_read(const struct source *s, uint64_t start, size_t n, int vocab, in
 void source_tell(const struct source *s, uint64_t rng, size_t n, int32_t *tokens) {
     (void)s;
     char story[STORIES_MAX_BYTES];
-    int32_t ids[STORIES_MAX_BYTES + 1] = {BYTE_END_OF_TEXT};
+    int32_t ids[STORIES_MAX_BYTES + 1] = {TOKENIZER_END_OF_TEXT};
     size_t skip = 0, filled = 0;
     while (filled < n) {
         size_t bytes = stories_write(&rng, story), length = 1 + bytes;

@@ -18,8 +18,6 @@ struct data_error {
     char line[FILE_ERROR];
 };
 
-enum { BYTE_VOCAB = 257, BYTE_END_OF_TEXT = 256 }; // of text that no tokenizer encodes: id = byte
-
 enum source_kind {
     SOURCE_STORIES, // without end, told from a random state
     SOURCE_BYTES,   // a text file whose bytes are its tokens, and one end of text

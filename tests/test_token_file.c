@@ -1,9 +1,8 @@
 // Token shards: what is read, what is refused and how, what the writer leaves behind.
-#include "tests/folder.h"
+#include "tests/shards.h"
 #include "tests/test.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
 
@@ -11,25 +10,16 @@
 
 static char error[FILE_ERROR];
 
-static void store(unsigned char *bytes, uint64_t value, int count) {
-    for (int i = 0; i < count; i++) bytes[i] = (unsigned char)(value >> (8 * i));
-}
+// root/name as llm.c would write it, with the ids 7 i + 3.
+static void write_llmc(const char *name, int id_bytes, uint32_t count) { write_shard(name, id_bytes, 0, count, 3, 7); }
 
-// A header as llm.c's scripts write it: three ints and zeros.
-static void make_header(unsigned char header[TOKEN_FILE_HEADER], uint32_t magic, uint32_t version, uint32_t count) {
-    memset(header, 0, TOKEN_FILE_HEADER);
+// A header of another kind.
+static void write_header(const char *name, uint32_t magic, uint32_t version, uint32_t vocab) {
+    unsigned char header[TOKEN_FILE_HEADER] = {0};
     store(header, magic, 4);
     store(header + 4, version, 4);
-    store(header + 8, count, 4);
-}
-
-// root/name with the ids 7 i + 3, of 2 or 4 bytes, made here byte by byte.
-static void write_llmc(const char *name, int id_bytes, uint32_t count) {
-    unsigned char *bytes = calloc(1, TOKEN_FILE_HEADER + (size_t)count * 4);
-    make_header(bytes, id_bytes == 2 ? 20240520 : 20240801, id_bytes == 2 ? 1 : 7, count);
-    for (uint32_t i = 0; i < count; i++) store(bytes + TOKEN_FILE_HEADER + i * (size_t)id_bytes, 7 * i + 3, id_bytes);
-    write_file(name, bytes, TOKEN_FILE_HEADER + (size_t)count * (size_t)id_bytes);
-    free(bytes);
+    store(header + 12, vocab, 4);
+    write_file(name, header, sizeof header);
 }
 
 static void assert_open_refused(const char *name, const char *const words[]) {
@@ -81,10 +71,10 @@ static void files_of_llmc_are_read(void **state) {
 static void all_16_and_31_bits_of_an_id_are_read(void **state) {
     (void)state;
     unsigned char bytes[TOKEN_FILE_HEADER + 8];
-    make_header(bytes, 20240520, 1, 2);
+    make_header(bytes, 2, 2);
     memcpy(bytes + TOKEN_FILE_HEADER, "\xff\xff\x00\x80", 4);
     write_file("two.bin", bytes, TOKEN_FILE_HEADER + 4);
-    make_header(bytes, 20240801, 7, 2);
+    make_header(bytes, 4, 2);
     memcpy(bytes + TOKEN_FILE_HEADER, "\xff\xff\xff\x7f\x00\x00\x00\x80", 8);
     write_file("four.bin", bytes, TOKEN_FILE_HEADER + 8);
     struct token_file f;
@@ -106,15 +96,9 @@ static void all_16_and_31_bits_of_an_id_are_read(void **state) {
 // 32-bit counts that overflow (features row 2). The file is a hole with one id at its end.
 static void more_than_2_to_31_ids_are_read(void **state) {
     (void)state;
-    const uint64_t count = (1ull << 31) + 10;
-    unsigned char header[TOKEN_FILE_HEADER];
-    make_header(header, 20240520, 1, (uint32_t)count);
-    write_file("large.bin", header, sizeof header);
-    int fd = open(at("large.bin"), O_WRONLY);
-    off_t end = (off_t)(TOKEN_FILE_HEADER + 2 * count);
-    bool made = fd >= 0 && ftruncate(fd, end) == 0 && pwrite(fd, "\x39\x30", 2, end - 2) == 2;
-    close(fd);
-    if (!made) skip(); // a file system without large files or holes
+    const uint32_t count = (1u << 31) + 10;
+    off_t end = TOKEN_FILE_HEADER + 2 * (off_t)count;
+    if (!write_sparse_shard("large.bin", count, 12345)) skip();
     struct token_file f;
     open_file(&f, "large.bin");
     assert_true(f.count == count);
@@ -185,12 +169,9 @@ static void other_files_are_named(void **state) {
         assert_open_refused("x.bin", WORDS(files[k].what, "wanted a token shard", "0x0134d888 = 20240520",
                                            "0x0134d9a1 = 20240801", "./tokenize"));
     }
-    unsigned char header[TOKEN_FILE_HEADER];
-    make_header(header, 20240326, 3, 0);
-    write_file("model.bin", header, sizeof header);
+    write_header("model.bin", 20240326, 3, 0);
     assert_open_refused("model.bin", WORDS("an llm.c GPT-2 model", "0x0134d7c6 = 20240326"));
-    make_header(header, 20240522, 1, 0);
-    write_file("choices.bin", header, sizeof header);
+    write_header("choices.bin", 20240522, 1, 0);
     assert_open_refused("choices.bin", WORDS("multiple-choice", "20240522"));
 }
 
@@ -209,16 +190,11 @@ static void paths_that_are_no_files_are_refused(void **state) {
 
 static void wrong_headers_are_refused(void **state) {
     (void)state;
-    unsigned char header[TOKEN_FILE_HEADER];
-    make_header(header, 20240520, 7, 0);
-    write_file("x.bin", header, sizeof header);
+    write_header("x.bin", 20240520, 7, 0);
     assert_open_refused("x.bin", WORDS("version 0x00000007 = 7", "20240520", "wanted 1"));
-    make_header(header, 20240801, 1, 0);
-    write_file("x.bin", header, sizeof header);
+    write_header("x.bin", 20240801, 1, 0);
     assert_open_refused("x.bin", WORDS("version 0x00000001 = 1", "20240801", "wanted 7"));
-    make_header(header, 20240801, 7, 0);
-    store(header + 12, 1u << 31, 4);
-    write_file("x.bin", header, sizeof header);
+    write_header("x.bin", 20240801, 7, 1u << 31);
     assert_open_refused("x.bin", WORDS("vocabulary of 2147483648", "at most 2147483647"));
 }
 
@@ -227,13 +203,8 @@ static void ids_above_the_vocabulary_are_refused(void **state) {
     (void)state;
     enum { COUNT = 20000, LAST = 7 * (COUNT - 1) + 3 };
     for (int own = 0; own <= 1; own++) { // the limit is the header's or the caller's
-        write_llmc("shard.bin", 4, COUNT);
+        write_shard("shard.bin", 4, own ? LAST : 0, COUNT, 3, 7);
         uint32_t limit = own ? 0 : LAST;
-        int fd = open(at("shard.bin"), O_WRONLY);
-        unsigned char vocab[4];
-        store(vocab, own ? LAST : 0, 4);
-        assert_int_equal(pwrite(fd, vocab, 4, 12), 4);
-        close(fd);
         struct token_file f;
         open_file(&f, "shard.bin");
         static int32_t ids[COUNT];
@@ -329,12 +300,7 @@ static void one_changed_byte_is_noticed(void **state) {
     fill(ids, 30000, 50257);
     for (off_t place = 0; place < 60000; place += 7499) {
         write_ids("shard.bin", 50257, ids, 30000, 30000);
-        int fd = open(at("shard.bin"), O_RDWR);
-        unsigned char byte;
-        assert_int_equal(pread(fd, &byte, 1, TOKEN_FILE_HEADER + place), 1);
-        byte ^= 1;
-        assert_int_equal(pwrite(fd, &byte, 1, TOKEN_FILE_HEADER + place), 1);
-        close(fd);
+        change_byte("shard.bin", TOKEN_FILE_HEADER + place);
         struct token_file f;
         open_file(&f, "shard.bin");
         assert_false(token_file_check(&f, error, sizeof error));
