@@ -3,6 +3,7 @@
 #include "tests/configs.h"
 #include "tests/test.h"
 
+#include "data/token_file.h"
 #include "model/evaluate.h"
 #include "model/presets.h"
 
@@ -165,18 +166,18 @@ static void answers_do_not_depend_on_the_batch(void **state) {
 
 static void long_contexts_lose_their_beginning(void **state) {
     (void)state;
-    enum { SEQ = 8 };
+    enum { SHORT = 8 };
     struct config c = unit();
     struct model m;
-    open_model(&m, &c, 3, 16); // 16: the independent computation sees one token more than SEQ
+    open_model(&m, &c, 3, 16); // 16: the independent computation sees one token more than SHORT
     struct choice_example examples[5];
     struct choices choices = make_choices(examples, 5, c.vocab);
     int next = 2048, lengths[5][3] = {
-                         {6, 3, 1},   // 6 + 3 = SEQ + 1: fits just so
-                         {7, 3, 1},   // one too long
-                         {40, 2, 3},  // much too long
-                         {5, SEQ, 1}, // the longest completion: one id of the context is left
-                         {5, SEQ + 1, 1},
+                         {6, 3, 1},     // 6 + 3 = SHORT + 1: fits just so
+                         {7, 3, 1},     // one too long
+                         {40, 2, 3},    // much too long
+                         {5, SHORT, 1}, // the longest completion: one id of the context is left
+                         {5, SHORT + 1, 1},
                      };
     for (int i = 0; i < 5; i++) {
         examples[i].label = 0;
@@ -187,15 +188,15 @@ static void long_contexts_lose_their_beginning(void **state) {
     static const int kept[4] = {6, 6, 6, 1};
     struct choice_score scores[5];
     poison(scores, 5);
-    evaluate_score_choices(&m, &choices, 3, SEQ, 0, 5, scores);
+    evaluate_score_choices(&m, &choices, 3, SHORT, 0, 5, scores);
     for (int i = 0; i < 4; i++)
         for (int k = 0; k < 2; k++) assert_near(scores[i].nats[k], wanted_nats(&m, &examples[i], k, kept[i]));
     assert_int_equal(scores[4].completions, 0);
     struct choice_counts counts = {0};
-    evaluate_choices(&m, &choices, 2, SEQ, 0, 5, &counts);
+    evaluate_choices(&m, &choices, 2, SHORT, 0, 5, &counts);
     assert_int_equal(counts.examples, 4);
     assert_int_equal(counts.skipped, 1);
-    evaluate_choices(&m, &choices, 2, SEQ, 4, 1, &counts); // nothing to score at all
+    evaluate_choices(&m, &choices, 2, SHORT, 4, 1, &counts); // nothing to score at all
     assert_int_equal(counts.examples, 4);
     assert_int_equal(counts.skipped, 2);
     model_close(&m);
@@ -328,6 +329,109 @@ static void ids_outside_the_models_vocabulary_are_refused(void **state) {
     model_close(&m);
 }
 
+// ---- held-out text ----
+
+enum { SEQ = 20, SEQUENCES = 5 };
+
+static struct config unit_of_bytes(void) {
+    struct config c = preset_find("unit")->model;
+    c.vocab = 257;
+    return c;
+}
+
+static void heldout_loss_and_bits_are_those_of_the_targets(void **state) {
+    (void)state;
+    struct config c = unit_of_bytes();
+    struct model m;
+    open_model(&m, &c, SEQUENCES, SEQ + 1);
+    struct data *d = data_open("stories", NULL, NULL, 3, SEQ, 1 + c.mtp_depth);
+    struct tokenizer *bytes = tokenizer_open_bytes();
+    double nats = 0;
+    int64_t text = 0;
+    for (uint64_t i = 0; i < SEQUENCES; i++) {
+        int32_t tokens[SEQ + 1 + MTP_MAX];
+        data_read_or_fail(d, DATA_EVAL, i, tokens);
+        nats += cost_of(&m, tokens, SEQ + 1, 1);
+        for (int t = 1; t <= SEQ; t++) text += tokens[t] < 256;
+    }
+    assert_true(text < SEQUENCES * SEQ); // an end of text is among the targets: it costs, and is no byte
+    struct evaluation e = evaluate_heldout(&m, d, bytes, SEQUENCES, SEQ, SEQUENCES);
+    assert_int_equal(e.targets, SEQUENCES * SEQ);
+    assert_int_equal(e.bytes, text);
+    assert_near(e.loss, nats / (SEQUENCES * SEQ));
+    assert_near(e.bits_per_byte, nats / log(2) / (double)text);
+
+    struct evaluation untold = evaluate_heldout(&m, d, NULL, SEQUENCES, SEQ, SEQUENCES);
+    assert_true(untold.loss == e.loss && isnan(untold.bits_per_byte) && untold.bytes == 0);
+    tokenizer_close(bytes);
+    data_close(d);
+    model_close(&m);
+}
+
+// The loss is a sum in double over micro-batches: their cut may change its last bits.
+static void heldout_text_is_the_same_in_any_batch(void **state) {
+    (void)state;
+    struct config c = unit_of_bytes();
+    struct model m;
+    open_model(&m, &c, 8, SEQ);
+    struct data *d = data_open("stories", NULL, NULL, 3, SEQ, 1 + c.mtp_depth);
+    struct tokenizer *bytes = tokenizer_open_bytes();
+    struct evaluation wanted = evaluate_heldout(&m, d, bytes, 1, SEQ, SEQUENCES);
+    for (int batch = 2; batch <= 8; batch++) {
+        struct evaluation e = evaluate_heldout(&m, d, bytes, batch, SEQ, SEQUENCES);
+        assert_true(fabs(e.loss / wanted.loss - 1) <= 1e-13);
+        assert_true(fabs(e.bits_per_byte / wanted.bits_per_byte - 1) <= 1e-13);
+        assert_int_equal(e.targets, wanted.targets);
+        assert_int_equal(e.bytes, wanted.bytes);
+    }
+    tokenizer_close(bytes);
+    data_close(d);
+    model_close(&m);
+}
+
+// Zero weights cost ln V nats a token, whatever it is. So bits per byte tell how many bytes the ids stand for.
+static void bits_per_byte_count_the_bytes_of_long_tokens(void **state) {
+    (void)state;
+    static const char text[] = "The people of the world are there.\n";
+    char path[] = "/tmp/mok_test_XXXXXX", error[FILE_ERROR];
+    int file = mkstemp(path);
+    assert_true(file >= 0);
+    struct tokenizer *t = tokenizer_open("tests/reference/tokenizer_gpt2.json", error, sizeof error);
+    if (!t) fail_msg("%s", error);
+    struct token_list ids = {0};
+    for (int i = 0; i < 40; i++) tokenizer_encode(t, text, strlen(text), false, &ids);
+    struct token_writer w;
+    bool written = token_writer_begin(&w, path, tokenizer_vocab(t), error, sizeof error) &&
+                   token_writer_append(&w, ids.ids, ids.count, error, sizeof error) &&
+                   token_writer_finish(&w, error, sizeof error);
+    if (!written) fail_msg("%s", error);
+    free(ids.ids);
+    struct config c = unit_of_bytes();
+    c.vocab = tokenizer_vocab(t);
+    struct data *d = data_open(path, path, t, 3, SEQ, 1 + c.mtp_depth);
+    assert_int_equal(data_settle_vocab(d, 0), c.vocab);
+    struct model m;
+    config_validate(&c);
+    model_open(&m, &c, 2, SEQ, false);
+    int64_t read = 0;
+    for (uint64_t i = 0; i < 3; i++) {
+        int32_t tokens[SEQ + 1 + MTP_MAX];
+        char decoded[SEQ * 16];
+        data_read_or_fail(d, DATA_EVAL, i, tokens);
+        read += (int64_t)tokenizer_decode(t, decoded, sizeof decoded, tokens + 1, SEQ);
+    }
+    assert_true(read > 3 * SEQ * 5 / 4); // not a byte each
+    struct evaluation e = evaluate_heldout(&m, d, t, 2, SEQ, 3);
+    assert_int_equal(e.bytes, read);
+    assert_near(e.loss, log(c.vocab));
+    assert_near(e.bits_per_byte, log2(c.vocab) * 3 * SEQ / (double)read);
+    model_close(&m);
+    data_close(d);
+    tokenizer_close(t);
+    close(file);
+    unlink(path);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(scores_are_the_losses_of_every_target),
@@ -338,6 +442,9 @@ int main(void) {
         cmocka_unit_test(broken_model_is_never_right),
         cmocka_unit_test(trained_model_knows_the_answers),
         cmocka_unit_test(ids_outside_the_models_vocabulary_are_refused),
+        cmocka_unit_test(heldout_loss_and_bits_are_those_of_the_targets),
+        cmocka_unit_test(heldout_text_is_the_same_in_any_batch),
+        cmocka_unit_test(bits_per_byte_count_the_bytes_of_long_tokens),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
