@@ -107,7 +107,7 @@ test: setup
 	@$(MAKE) --no-print-directory test-programs
 test-programs: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS)
 	@COMPILE="$(CC) $(CFLAGS) -DMOK_DOUBLE" LIBS="-lcmocka $(LDLIBS)" DOUBLE=$(DOUBLE) \
-	    sh tests/run.sh $(TEST_PROGRAMS) tests/test_mistakes.sh
+	    sh tests/run.sh $(TEST_PROGRAMS) tests/test_mistakes.sh tests/test_detect.sh
 
 # The same programs once more, built with the address and undefined-behaviour sanitizers. What they do not free at the
 # end of the process is not looked for.

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "data/data.h"
+#include "data/files.h"
 #include "kernels/clock.h"
 #include "kernels/fail.h"
 #include "kernels/kernels.h"
@@ -23,7 +24,8 @@
 static volatile sig_atomic_t stop_requested;
 static void request_stop(int signal_number) {
     stop_requested = signal_number;
-    signal(signal_number, SIG_DFL); // a second one does not wait for the step to end
+    // A second one does not wait for the step to end; but each line into a closed pipe brings one.
+    signal(signal_number, signal_number == SIGPIPE ? SIG_IGN : SIG_DFL);
 }
 
 // The number of a closed standard stream goes to the next file that is opened, and messages would end in that file.
@@ -33,6 +35,14 @@ static void hold_closed_streams(void) {
     do descriptor = open("/dev/null", O_RDONLY);
     while (descriptor >= 0 && descriptor <= STDERR_FILENO);
     if (descriptor >= 0) close(descriptor);
+}
+
+// A closed pipe is a reason to stop like the others: the step is finished and saved. SIGUSR1 is what cluster schedulers
+// send when the time is nearly up.
+static void catch_stop_signals(void) {
+    static const int signals[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGPIPE};
+    for (size_t i = 0; i < sizeof signals / sizeof *signals; i++)
+        if (signal(signals[i], request_stop) == SIG_IGN) signal(signals[i], SIG_IGN); // as nohup asks
 }
 
 static void check_standard_output(void) {
@@ -65,9 +75,9 @@ static void save(struct trainer *t) {
     struct checkpoint c = trainer_checkpoint(t);
     c.options = options_to_json(&t->options);
     // Where a run lies and how it was started is not part of it: equal runs leave equal bytes.
-    cJSON_DeleteItemFromObjectCaseSensitive(c.options, "out");
-    cJSON_DeleteItemFromObjectCaseSensitive(c.options, "resume");
-    cJSON_DeleteItemFromObjectCaseSensitive(c.options, "overwrite");
+    static const char *const left_out[] = {"out", "from", "resume", "override", "overwrite"};
+    for (size_t i = 0; i < sizeof left_out / sizeof *left_out; i++)
+        cJSON_DeleteItemFromObjectCaseSensitive(c.options, left_out[i]);
     checkpoint_save(&c, t->options.out, t->options.keep);
     cJSON_Delete(c.options);
     printf("saved %s/step-%08lld\n", t->options.out, (long long)t->step);
@@ -104,32 +114,71 @@ static void train_loop(struct trainer *t, struct run_log *log) {
     }
 }
 
-// from: the checkpoint to go on from, or empty.
-static void train(struct options *o, const struct data *data, const char *from) {
+// Where a run begins. Both empty: with weights drawn from the seed.
+struct origin {
+    char checkpoint[OPTION_TEXT + 32]; // of this run, to go on from
+    char weights[OPTION_TEXT + 32];    // of another, to begin with
+};
+
+static void train(struct options *o, const struct data *data, const struct origin *origin) {
     struct trainer t;
     struct run_log log;
     trainer_open(&t, o, data);
-    if (from[0]) trainer_restore(&t, from);
-    if (t.step >= o->steps)
+    if (origin->checkpoint[0])
+        trainer_restore(&t, origin->checkpoint);
+    else if (origin->weights[0])
+        trainer_start_from(&t, origin->weights);
+    if (t.step >= o->steps) {
         printf("found step %lld done, and --steps %lld: nothing to do\n", (long long)t.step, (long long)o->steps);
-    run_folder_begin(o);
-    log_open(&log, &t, o->out);
-    signal(SIGINT, request_stop);
-    signal(SIGTERM, request_stop);
-    train_loop(&t, &log);
-    log_close(&log);
+    } else {
+        run_folder_begin(o);
+        log_open(&log, &t, o->out);
+        catch_stop_signals();
+        train_loop(&t, &log);
+        log_close(&log);
+    }
     trainer_close(&t);
 }
 
+static void take_saved_settings(struct options *o, const char *folder, int argc, char **argv) {
+    struct checkpoint c = {0};
+    checkpoint_load_progress(folder, &c);
+    options_resume(o, c.options, folder, argc, argv);
+    cJSON_Delete(c.options);
+}
+
+static void take_model(struct options *o, const char *folder, int argc, char **argv) {
+    struct config found = o->model;
+    char error[FILE_ERROR];
+    if (!checkpoint_read_config(folder, &found, error, sizeof error))
+        fail_user("--from", "%s; name a checkpoint, a Hugging Face folder, or a run folder that holds one", error);
+    options_take_model(o, &found, folder, argc, argv);
+}
+
+// What the command line leaves open: a run that is resumed has its own settings, weights have their sizes.
+static void settle(struct options *o, struct origin *origin, int argc, char **argv) {
+    if (o->resume) run_folder_open(o, origin->checkpoint, sizeof origin->checkpoint);
+    if (origin->checkpoint[0]) {
+        take_saved_settings(o, origin->checkpoint, argc, argv);
+        return;
+    }
+    if (o->from[0]) {
+        checkpoint_find(o->from, origin->weights, sizeof origin->weights);
+        take_model(o, origin->weights, argc, argv);
+    }
+    options_settle(o, argc, argv);
+}
+
 // Trains, or prints the plan.
-static void run(struct options *o) {
+static void run(struct options *o, int argc, char **argv) {
+    struct origin origin = {0};
+    settle(o, &origin, argc, argv);
     struct data *data = data_open(o->data, o->eval_data, NULL, o->seed, o->seq, 1 + o->model.mtp_depth);
     o->model.vocab = data_settle_vocab(data, o->model.vocab);
     config_validate(&o->model);
-    char from[OPTION_TEXT + 32] = "";
     if (!o->plan) {
         plan_check_memory(&o->model, o->batch, o->seq);
-        run_folder_open(o, from, sizeof from);
+        if (!o->resume) run_folder_open(o, origin.checkpoint, sizeof origin.checkpoint);
     }
     printf("%s, on %s\n", o->preset, device_name());
     log_print_options(stdout, o);
@@ -139,7 +188,7 @@ static void run(struct options *o) {
     } else {
         data_describe(data, stdout);
         fflush(stdout);
-        train(o, data, from);
+        train(o, data, &origin);
     }
     data_close(data);
 }
@@ -158,7 +207,7 @@ int main(int argc, char **argv) {
         if (o.generate)
             generate_from_checkpoint(&o);
         else
-            run(&o);
+            run(&o, argc, argv);
     }
     check_standard_output();
     return 0;

@@ -80,8 +80,10 @@ bool file_sync(const char *path, char *error, size_t error_size) {
 }
 
 bool file_remove_folder(const char *path, char *error, size_t error_size) {
-    DIR *folder = opendir(path);
-    if (!folder && errno == ENOENT) return true;
+    // A link to a folder is not followed: what it leads to is not ours.
+    int descriptor = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (descriptor < 0 && errno == ENOENT) return true;
+    DIR *folder = descriptor < 0 ? NULL : fdopendir(descriptor);
     if (!folder) return file_error(error, error_size, "%s: cannot open the folder: %s", path, strerror(errno));
     for (struct dirent *entry; (entry = readdir(folder));)
         unlinkat(dirfd(folder), entry->d_name, 0); // what cannot be removed makes rmdir fail

@@ -31,7 +31,8 @@ bool file_close_synced(FILE *file, const char *path, char *error, size_t error_s
 bool file_write(const char *path, const char *text, size_t bytes, char *error, size_t error_size);
 // Puts what was already written to a file, or the entries of a folder, on disk.
 bool file_sync(const char *path, char *error, size_t error_size);
-// Removes the files of a folder, then the folder. A folder that is not there is fine; one with folders inside stays.
+// Removes the files of a folder, then the folder. A folder that is not there is fine; one with folders inside stays,
+// and so does what is no folder, or a link to one.
 bool file_remove_folder(const char *path, char *error, size_t error_size);
 
 // The content of a regular file of at most 100 MiB, and a final zero behind it. Free with free.

@@ -10,6 +10,7 @@
 #include "data/hash.h"
 #include "data/stories.h"
 #include "data/token_file.h"
+#include "data/tokenizer.h"
 #include "kernels/fail.h"
 
 // ---- fingerprints ----
@@ -114,6 +115,7 @@ struct cJSON *source_identity(const struct source *s, struct data_error *e) {
         cJSON_Delete(identity);
         return NULL;
     }
+    if (s->tokenizer) add_hash(identity, "tokenizer", tokenizer_hash(s->tokenizer));
     return identity;
 }
 

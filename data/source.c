@@ -14,6 +14,7 @@
 #include "data/stories.h"
 #include "data/token_file.h"
 #include "data/tokenizer.h"
+#include "kernels/clock.h"
 #include "kernels/fail.h"
 #include "kernels/random.h"
 
@@ -51,11 +52,7 @@ static bool open_text(struct source *s, const char *flag, struct data_error *e) 
         return refuse(e, "%s: found a pipe or device, wanted a regular file for %s; write the text to a file first",
                       s->spec, flag);
     if (status.st_size == 0) return refuse(e, "%s: found an empty file, wanted text for %s", s->spec, flag);
-    s->kind = SOURCE_BYTES;
     s->text_bytes = (uint64_t)status.st_size;
-    s->tokens = s->text_bytes + 1;
-    s->vocab = TOKENIZER_BYTE_VOCAB;
-    s->vocab_known = true;
     return true;
 }
 
@@ -65,6 +62,53 @@ static bool text_is_llmc(const struct source *s) {
     ssize_t got = file_read_at(s->text, begin, sizeof begin, 0);
     const char *guess = got > 0 ? token_file_guess(begin, (size_t)got) : NULL; // an error will come again on reading
     return guess && strncmp(guess, "an llm.c", strlen("an llm.c")) == 0;
+}
+
+static bool refuse_changed(const struct source *s, uint64_t found, struct data_error *e) {
+    return refuse(e,
+                  "%s: found %" PRIu64 " bytes, wanted the %" PRIu64 " bytes it had at the start; do not change it "
+                  "during a run",
+                  s->spec, found, s->text_bytes);
+}
+
+// What takes long is announced, to somebody who waits: the speed of the beginning tells how long.
+static void announce_encoding(const struct source *s, const char *text) {
+    enum { BEGINNING = 256 << 10 };
+    if (s->text_bytes <= BEGINNING || !isatty(STDERR_FILENO)) return;
+    struct token_list ids = {0};
+    double start = clock_seconds();
+    tokenizer_encode(s->tokenizer, text, BEGINNING, false, &ids);
+    double seconds = (clock_seconds() - start) * (double)s->text_bytes / BEGINNING;
+    free(ids.ids);
+    if (seconds > 1)
+        fprintf(stderr, "encoding %s: %.0f MB, about %.0f s\n", s->spec, 1e-6 * (double)s->text_bytes, seconds);
+}
+
+// All at once: where a tokenizer lets its text be cut depends on its patterns.
+static bool encode_text(struct source *s, struct data_error *e) {
+    const uint64_t most = 1 << 30;
+    if (s->text_bytes > most)
+        return refuse(e,
+                      "%s: found %" PRIu64 " bytes of text, wanted at most %" PRIu64 " to encode at the start; make "
+                      "shards with ./tokenize",
+                      s->spec, s->text_bytes, most);
+    char *text = malloc(s->text_bytes);
+    if (!text) fail_internal(s->spec, "found no memory for its %" PRIu64 " bytes", s->text_bytes);
+    ssize_t got = file_read_at(s->text, text, s->text_bytes, 0);
+    struct token_list ids = {0};
+    if (got == (ssize_t)s->text_bytes) {
+        announce_encoding(s, text);
+        tokenizer_encode(s->tokenizer, text, s->text_bytes, false, &ids);
+    }
+    free(text);
+    if (got < 0) return blame_machine(e, s->spec, "cannot be read");
+    if ((uint64_t)got < s->text_bytes) return refuse_changed(s, (uint64_t)got, e);
+    s->kind = SOURCE_ENCODED;
+    s->tokens = ids.count + 1;
+    s->ids = realloc(ids.ids, sizeof *s->ids * s->tokens);
+    if (!s->ids) fail_internal(s->spec, "found no memory for its %" PRIu64 " tokens", s->tokens);
+    s->ids[ids.count] = tokenizer_end_of_text(s->tokenizer);
+    return true;
 }
 
 // ---- opening shards ----
@@ -89,7 +133,8 @@ static void allow_files(size_t count) {
     setrlimit(RLIMIT_NOFILE, &limit); // where that is not enough, opening a shard will say so
 }
 
-static bool open_shards(struct source *s, char *const *paths, size_t count, struct data_error *e) {
+static bool open_shards(struct source *s, char *const *paths, size_t count, const struct tokenizer *tokenizer,
+                        struct data_error *e) {
     s->kind = SOURCE_SHARDS;
     s->shards = malloc(sizeof *s->shards * count);
     s->starts = malloc(sizeof *s->starts * (count + 1));
@@ -105,7 +150,12 @@ static bool open_shards(struct source *s, char *const *paths, size_t count, stru
     s->starts[count] = s->tokens;
     const struct token_file *first = &s->shards[0];
     s->vocab_known = first->vocab != 0;
-    s->vocab = s->vocab_known ? (int)first->vocab : first->id_bytes == 2 ? 50257 : 128256; // GPT-2's and Llama 3's
+    if (s->vocab_known)
+        s->vocab = (int)first->vocab;
+    else if (tokenizer)
+        s->vocab = tokenizer_vocab(tokenizer);
+    else
+        s->vocab = first->id_bytes == 2 ? 50257 : 128256; // GPT-2's and Llama 3's
     return true;
 }
 
@@ -122,7 +172,7 @@ static bool refuse_no_match(const char *pattern, const char *flag, struct data_e
                   flag);
 }
 
-static bool open_pattern(struct source *s, const char *flag, struct data_error *e) {
+static bool open_pattern(struct source *s, const char *flag, const struct tokenizer *tokenizer, struct data_error *e) {
     glob_t found;
     int result = glob(s->spec, GLOB_NOSORT, NULL, &found); // its own order depends on the locale
     bool opened;
@@ -133,7 +183,7 @@ static bool open_pattern(struct source *s, const char *flag, struct data_error *
         opened = blame_machine(e, s->spec, "cannot be searched for");
     } else {
         qsort(found.gl_pathv, found.gl_pathc, sizeof *found.gl_pathv, compare_paths);
-        opened = open_shards(s, found.gl_pathv, found.gl_pathc, e);
+        opened = open_shards(s, found.gl_pathv, found.gl_pathc, tokenizer, e);
     }
     globfree(&found);
     return opened;
@@ -146,27 +196,41 @@ static bool is_pattern(const char *spec) {
     return strpbrk(spec, "*?[") && stat(spec, &status) != 0; // a file of that name is itself
 }
 
-static bool open_spec(struct source *s, const char *flag, struct data_error *e) {
-    if (strcmp(s->spec, "stories") == 0) {
-        s->vocab = TOKENIZER_BYTE_VOCAB;
-        s->vocab_known = true;
-        return true;
-    }
-    if (is_pattern(s->spec)) return open_pattern(s, flag, e);
+// Text and stories are encoded here; shards were encoded elsewhere.
+static bool use_tokenizer(struct source *s, const struct tokenizer *tokenizer, struct data_error *e) {
+    bool bytes = !tokenizer || tokenizer_is_bytes(tokenizer);
+    s->tokenizer = bytes ? NULL : tokenizer;
+    s->vocab = bytes ? TOKENIZER_BYTE_VOCAB : tokenizer_vocab(tokenizer);
+    s->vocab_known = true;
+    if (bytes || tokenizer_end_of_text(tokenizer) >= 0) return true;
+    return refuse(e,
+                  "%s: found a tokenizer that names no end of text, wanted one to put behind a text; give its "
+                  "tokenizer_config.json an eos_token",
+                  s->spec);
+}
+
+static bool open_spec(struct source *s, const char *flag, const struct tokenizer *tokenizer, struct data_error *e) {
+    if (strcmp(s->spec, "stories") == 0) return use_tokenizer(s, tokenizer, e);
+    if (is_pattern(s->spec)) return open_pattern(s, flag, tokenizer, e);
     if (!open_text(s, flag, e)) return false;
-    if (!text_is_llmc(s)) return true;
-    close(s->text);
-    s->text = -1;
-    s->tokens = 0;
-    return open_shards(s, &s->spec, 1, e);
+    if (text_is_llmc(s)) {
+        close(s->text);
+        s->text = -1;
+        return open_shards(s, &s->spec, 1, tokenizer, e);
+    }
+    if (!use_tokenizer(s, tokenizer, e)) return false;
+    if (s->tokenizer) return encode_text(s, e);
+    s->kind = SOURCE_BYTES;
+    s->tokens = s->text_bytes + 1;
+    return true;
 }
 
 bool source_open(struct source *s, const char *spec, const char *flag, const struct tokenizer *tokenizer,
                  struct data_error *e) {
     if (!*spec) return refuse(e, "%s: found nothing, wanted a text file, token shards or the word stories", flag);
-    *s = (struct source){.spec = strdup(spec), .text = -1, .tokenizer = tokenizer};
+    *s = (struct source){.spec = strdup(spec), .text = -1};
     if (!s->spec) fail_internal(flag, "no memory");
-    bool opened = open_spec(s, flag, e);
+    bool opened = open_spec(s, flag, tokenizer, e);
     if (!opened) source_close(s);
     return opened;
 }
@@ -175,6 +239,7 @@ void source_close(struct source *s) {
     if (!s->spec) return;
     if (s->text >= 0) close(s->text); // only read from: nothing can be lost
     for (size_t i = 0; i < s->shard_count; i++) token_file_close(&s->shards[i]);
+    free(s->ids);
     free(s->shards);
     free(s->starts);
     free(s->spec);
@@ -185,13 +250,6 @@ void source_close(struct source *s) {
 
 static void encode_bytes(int32_t *ids, const char *text, size_t bytes) {
     for (size_t i = 0; i < bytes; i++) ids[i] = (unsigned char)text[i];
-}
-
-static bool refuse_changed(const struct source *s, uint64_t found, struct data_error *e) {
-    return refuse(e,
-                  "%s: found %" PRIu64 " bytes, wanted the %" PRIu64 " bytes it had at the start; do not change it "
-                  "during a run",
-                  s->spec, found, s->text_bytes);
 }
 
 static bool read_bytes(const struct source *s, uint64_t start, size_t n, int32_t *tokens, struct data_error *e) {
@@ -240,25 +298,41 @@ static bool read_shards(const struct source *s, uint64_t start, size_t n, int vo
 
 bool source_read(const struct source *s, uint64_t start, size_t n, int vocab, int32_t *tokens, struct data_error *e) {
     if (s->kind == SOURCE_SHARDS) return read_shards(s, start, n, vocab, tokens, e);
-    return read_bytes(s, start, n, tokens, e);
+    if (s->kind == SOURCE_BYTES) return read_bytes(s, start, n, tokens, e);
+    memcpy(tokens, s->ids + start, sizeof *tokens * n);
+    return true;
 }
 
-// Stories one after another, each behind an end of text, until n tokens are full. Half of the windows begin with a
-// story; the others begin somewhere inside one, so that endings are seen also where a story is longer than a window.
-void source_tell(const struct source *s, uint64_t rng, size_t n, int32_t *tokens) {
-    (void)s;
+// The next story of rng behind an end of text. ids has room for a story of bytes.
+static void encode_story(const struct source *s, uint64_t *rng, struct token_list *ids) {
     char story[STORIES_MAX_BYTES];
-    int32_t ids[STORIES_MAX_BYTES + 1] = {TOKENIZER_END_OF_TEXT};
+    size_t bytes = stories_write(rng, story);
+    ids->ids[0] = s->tokenizer ? tokenizer_end_of_text(s->tokenizer) : TOKENIZER_END_OF_TEXT;
+    ids->count = 1;
+    if (s->tokenizer) {
+        tokenizer_encode(s->tokenizer, story, bytes, false, ids);
+    } else {
+        encode_bytes(ids->ids + 1, story, bytes);
+        ids->count += bytes;
+    }
+}
+
+// Stories one after another until n tokens are full. Half of the windows begin with a story; the others begin somewhere
+// inside one, so that endings are seen also where a story is longer than a window.
+void source_tell(const struct source *s, uint64_t rng, size_t n, int32_t *tokens) {
+    struct token_list ids = {.capacity = STORIES_MAX_BYTES + 1};
+    ids.ids = malloc(sizeof *ids.ids * ids.capacity);
+    if (!ids.ids) fail_internal("stories", "found no memory for one");
     size_t skip = 0, filled = 0;
     while (filled < n) {
-        size_t bytes = stories_write(&rng, story), length = 1 + bytes;
-        encode_bytes(ids + 1, story, bytes);
-        if (filled == 0 && random_below(&rng, 2)) skip = random_below(&rng, length);
-        size_t room = n - filled, taken = length - skip < room ? length - skip : room;
-        memcpy(tokens + filled, ids + skip, sizeof *tokens * taken);
+        encode_story(s, &rng, &ids);
+        if (filled == 0 && random_below(&rng, 2)) skip = random_below(&rng, ids.count);
+        size_t room = n - filled, taken = ids.count - skip < room ? ids.count - skip : room;
+        memcpy(tokens + filled, ids.ids + skip, sizeof *tokens * taken);
         filled += taken;
         skip = 0;
     }
+    free(ids.ids);
 }
 
 // ---- description ----
@@ -268,6 +342,8 @@ void source_describe(const struct source *s, FILE *file) {
         fprintf(file, "built-in tales made from the seed, without end");
     } else if (s->kind == SOURCE_BYTES) {
         fprintf(file, "%" PRIu64 " byte tokens", s->tokens);
+    } else if (s->kind == SOURCE_ENCODED) {
+        fprintf(file, "%" PRIu64 " tokens of %" PRIu64 " bytes of text", s->tokens, s->text_bytes);
     } else {
         fprintf(file, "%zu shard%s, %" PRIu64 " tokens of %d bits", s->shard_count, s->shard_count == 1 ? "" : "s",
                 s->tokens, 8 * s->shards[0].id_bytes);

@@ -21,19 +21,21 @@ struct data_error {
 enum source_kind {
     SOURCE_STORIES, // without end, told from a random state
     SOURCE_BYTES,   // a text file whose bytes are its tokens, and one end of text
+    SOURCE_ENCODED, // a text file that a tokenizer turned into ids when it was opened, and one end of text
     SOURCE_SHARDS,
 };
 
 struct source {
     char *spec; // as it was given
     enum source_kind kind;
-    const struct tokenizer *tokenizer; // NULL: bytes
+    const struct tokenizer *tokenizer; // of text and stories; NULL: bytes
     uint64_t tokens;                   // 0: without end
     int vocab;                         // every id is below it, or should be:
     bool vocab_known;                  // a shard's header need not say
 
-    int text; // SOURCE_BYTES: descriptor of the file
+    int text; // text files: the descriptor
     uint64_t text_bytes;
+    int32_t *ids; // SOURCE_ENCODED: [tokens]
 
     struct token_file *shards; // SOURCE_SHARDS: [shard_count], in the order of the stream
     uint64_t *starts;          // [shard_count + 1] the stream's position of each shard's first token, and the end
@@ -42,7 +44,8 @@ struct source {
 
 // spec: "stories", the path of a text file or token shard, or a pattern (* ? [) of token shards, which are put end to end
 // in the order of their paths' bytes. flag: where the spec was given, for messages. tokenizer: NULL for bytes; it must
-// outlive the source. false with the reason in e, and nothing to close.
+// outlive the source. A text file that it encodes stays in memory and may have 1 GiB. false with the reason in e, and
+// nothing to close.
 bool source_open(struct source *s, const char *spec, const char *flag, const struct tokenizer *tokenizer,
                  struct data_error *e);
 void source_close(struct source *s);

@@ -4,18 +4,30 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static void print_line(const char *place, const char *message, va_list args) {
+enum { LINE = 12288, PLACE = 4096 }; // bytes at most; what is longer is cut
+
+char *fail_hide_controls(char *text) {
+    for (unsigned char *c = (unsigned char *)text; *c; c++) {
+        if (*c < 32 || *c == 127) *c = '?';
+        if (c[0] == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0) c[0] = c[1] = '?';
+    }
+    return text;
+}
+
+// In one call, so that the lines of two processes do not mix.
+static void print_line(const char *kind, const char *place, const char *message, va_list args) {
+    char line[LINE];
+    size_t head = (size_t)snprintf(line, sizeof line, "mok: %s: %.*s: ", kind, PLACE, place);
+    vsnprintf(line + head, sizeof line - head, message, args);
     fflush(stdout);
-    fprintf(stderr, "mok: error: %s: ", place);
-    vfprintf(stderr, message, args);
-    fputc('\n', stderr);
+    fprintf(stderr, "%s\n", fail_hide_controls(line));
     fflush(stderr);
 }
 
 _Noreturn void fail_user(const char *place, const char *message, ...) {
     va_list args;
     va_start(args, message);
-    print_line(place, message, args);
+    print_line("error", place, message, args);
     va_end(args);
     exit(2);
 }
@@ -23,7 +35,14 @@ _Noreturn void fail_user(const char *place, const char *message, ...) {
 _Noreturn void fail_internal(const char *place, const char *message, ...) {
     va_list args;
     va_start(args, message);
-    print_line(place, message, args);
+    print_line("error", place, message, args);
     va_end(args);
     exit(1);
+}
+
+void fail_warn(const char *place, const char *message, ...) {
+    va_list args;
+    va_start(args, message);
+    print_line("warning", place, message, args);
+    va_end(args);
 }

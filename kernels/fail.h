@@ -1,4 +1,5 @@
-// How the program stops: one line that says where, what was found, what was wanted and what to do.
+// How the program stops: one line that says where, what was found, what was wanted and what to do. Names and texts of
+// damaged files may be part of it: control characters are printed as '?', and what is too long is cut.
 #ifndef MOK_KERNELS_FAIL_H
 #define MOK_KERNELS_FAIL_H
 
@@ -8,5 +9,12 @@ _Noreturn void fail_user(const char *place, const char *message, ...) __attribut
 
 // The program or the machine is at fault (allocation, I/O error, broken invariant): the same line, exit code 1.
 _Noreturn void fail_internal(const char *place, const char *message, ...) __attribute__((format(printf, 2, 3)));
+
+// Something is not as it should be, but the program goes on: "mok: warning: PLACE: MESSAGE".
+void fail_warn(const char *place, const char *message, ...) __attribute__((format(printf, 2, 3)));
+
+// Turns what a terminal would obey rather than show (the control characters of ASCII and Latin-1; other UTF-8 stays)
+// into '?', and returns text.
+char *fail_hide_controls(char *text);
 
 #endif

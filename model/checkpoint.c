@@ -8,15 +8,17 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include "data/files.h"
+#include "data/hash.h"
 #include "data/tokenizer.h"
 #include "kernels/fail.h"
 #include "kernels/kernels.h"
-#include "data/files.h"
 #include "model/hf_config.h"
 #include "model/shards.h"
 
-enum { FORMAT_VERSION = 1, STEP_NAME = 40 };
+enum { FORMAT_VERSION = 2, STEP_NAME = 40, HASH_TEXT = 17 };
 
 static const char *const trainer_name = "trainer.json";
 
@@ -49,6 +51,39 @@ static void free_entries(struct dirent **entries, int count) {
 
 // ---- trainer.json ----
 
+// Its last member is the hash of all text before it: this many bytes at the end.
+#define HASH_MEMBER ",\n\t\"hash\":\t\"%016" PRIx64 "\"\n}\n"
+enum { HASH_MEMBER_BYTES = sizeof ",\n\t\"hash\":\t\"0123456789abcdef\"\n}\n" - 1 };
+
+static void hash_text(char text[HASH_TEXT], uint64_t hash) { snprintf(text, HASH_TEXT, "%016" PRIx64, hash); }
+
+// Hash of the first bytes of a file, which must have as many.
+static bool hash_file(const char *path, uint64_t bytes, char text[HASH_TEXT], char *error, size_t error_size) {
+    unsigned char buffer[1 << 16];
+    struct hash hash = hash_begin();
+    FILE *file = fopen(path, "rb");
+    if (!file) return file_error(error, error_size, "%s: cannot open: %s", path, strerror(errno));
+    size_t got = 1;
+    for (uint64_t left = bytes; left && got; left -= got) {
+        got = fread(buffer, 1, left < sizeof buffer ? left : sizeof buffer, file);
+        hash_add(&hash, buffer, got);
+    }
+    if (!got)
+        file_error(error, error_size, "%s: cannot read %ju bytes: %s", path, (uintmax_t)bytes,
+                   ferror(file) ? strerror(errno) : "the file has become shorter");
+    fclose(file);
+    hash_text(text, hash_end(&hash));
+    return got;
+}
+
+// Whether the first bytes of a file have the hash that is wanted.
+static bool check_hash(const char *path, uint64_t bytes, const char *wanted, char *error, size_t error_size) {
+    char found[HASH_TEXT];
+    if (!hash_file(path, bytes, found, error, error_size)) return false;
+    return strcmp(found, wanted) == 0 ||
+           file_error(error, error_size, "%s: found hash %s, wanted %.16s: damaged", path, found, wanted);
+}
+
 static int is_content(const struct dirent *entry) {
     return entry->d_name[0] != '.' && strcmp(entry->d_name, trainer_name) != 0;
 }
@@ -56,21 +91,44 @@ static int is_content(const struct dirent *entry) {
 // Bytewise: the order must not follow the user's locale.
 static int by_name(const struct dirent **a, const struct dirent **b) { return strcmp((*a)->d_name, (*b)->d_name); }
 
-// Puts every file of the folder on disk and into files as name: bytes.
+// One file of the list, {"bytes": N, "hash": "16 hex digits"}, which is on disk when this returns. Its bytes are read
+// back: whoever wrote them, they are what a later reader will find, and just written they are still in memory.
+static bool list_file(struct cJSON *files, const char *folder, const char *name, char *error, size_t error_size) {
+    char path[FILE_PATH], hash[HASH_TEXT];
+    uint64_t bytes;
+    file_path(path, folder, name);
+    if (!file_size(path, &bytes, error, error_size) || !file_sync(path, error, error_size) ||
+        !hash_file(path, bytes, hash, error, error_size))
+        return false;
+    struct cJSON *entry = cJSON_AddObjectToObject(files, name);
+    file_json_add_integer(entry, "bytes", bytes);
+    cJSON_AddStringToObject(entry, "hash", hash);
+    return true;
+}
+
 static bool list_files(struct cJSON *files, const char *folder, char *error, size_t error_size) {
     struct dirent **entries;
     int count = scandir(folder, &entries, is_content, by_name);
     if (count < 0) return file_error(error, error_size, "%s: cannot list: %s", folder, strerror(errno));
     bool listed = true;
-    for (int i = 0; listed && i < count; i++) {
-        char path[FILE_PATH];
-        uint64_t bytes = 0;
-        file_path(path, folder, entries[i]->d_name);
-        listed = file_size(path, &bytes, error, error_size) && file_sync(path, error, error_size);
-        file_json_add_integer(files, entries[i]->d_name, bytes);
-    }
+    for (int i = 0; listed && i < count; i++) listed = list_file(files, folder, entries[i]->d_name, error, error_size);
     free_entries(entries, count);
     return listed;
+}
+
+// Writes the JSON with one more member, the hash.
+static bool write_hashed(const char *path, const struct cJSON *json, char *error, size_t error_size) {
+    char *text = cJSON_Print(json), *whole;
+    if (!text) fail_internal(path, "no memory for its text");
+    size_t length = strlen(text) - strlen("\n}");
+    struct hash hash = hash_begin();
+    hash_add(&hash, text, length);
+    int bytes = asprintf(&whole, "%.*s" HASH_MEMBER, (int)length, text, hash_end(&hash));
+    if (bytes < 0) fail_internal(path, "no memory for its text");
+    bool written = file_write(path, whole, (size_t)bytes, error, error_size);
+    free(whole);
+    cJSON_free(text);
+    return written;
 }
 
 static bool write_trainer(const struct checkpoint *c, const char *folder, char *error, size_t error_size) {
@@ -83,9 +141,10 @@ static bool write_trainer(const struct checkpoint *c, const char *folder, char *
     file_json_add_integer(json, "tokens", (uint64_t)c->tokens);
     cJSON_AddStringToObject(json, "seed", seed);
     if (c->options) cJSON_AddItemReferenceToObject(json, "options", c->options);
+    if (c->data) cJSON_AddItemReferenceToObject(json, "data", c->data);
     file_path(path, folder, trainer_name);
     bool written = list_files(cJSON_AddObjectToObject(json, "files"), folder, error, error_size) &&
-                   file_write_json(path, json, error, error_size);
+                   write_hashed(path, json, error, error_size);
     cJSON_Delete(json);
     return written;
 }
@@ -99,38 +158,70 @@ static bool check_version(const struct cJSON *json, const char *path, char *erro
                                                    (uintmax_t)version, FORMAT_VERSION);
 }
 
-// One entry of the list: the file is there with its size, and the header of a tensor file describes it.
-static bool check_file(const char *folder, const struct cJSON *entry, char *error, size_t error_size) {
-    char path[FILE_PATH];
-    uint64_t wanted, found;
-    if (strchr(entry->string, '/') || !file_json_integer(entry, &wanted))
-        return file_error(error, error_size, "%s/%s: found a bad entry for file %.96s, wanted its bytes", folder,
-                          trainer_name, entry->string);
-    file_path(path, folder, entry->string);
-    if (!file_size(path, &found, error, error_size)) return false;
-    if (found != wanted)
-        return file_error(error, error_size, "%s: found %ju bytes, wanted %ju", path, (uintmax_t)found,
-                          (uintmax_t)wanted);
-    const char *dot = strrchr(entry->string, '.');
-    if (!dot || strcmp(dot, ".safetensors") != 0) return true;
+static bool check_own_hash(const struct cJSON *json, const char *path, char *error, size_t error_size) {
+    uint64_t bytes;
+    const char *wanted = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(json, "hash"));
+    if (!file_size(path, &bytes, error, error_size)) return false;
+    if (!wanted || bytes < HASH_MEMBER_BYTES)
+        return file_error(error, error_size, "%s: found no hash, wanted it as the last member", path);
+    return check_hash(path, bytes - HASH_MEMBER_BYTES, wanted, error, error_size);
+}
+
+// trainer.json of a folder, undamaged and of this version; path receives its name. NULL if it is not.
+static struct cJSON *open_trainer(const char *folder, char path[FILE_PATH], char *error, size_t error_size) {
+    file_path(path, folder, trainer_name);
+    struct cJSON *json = file_read_json(path, error, error_size);
+    if (json && check_version(json, path, error, error_size) && check_own_hash(json, path, error, error_size))
+        return json;
+    cJSON_Delete(json);
+    return NULL;
+}
+
+// How closely the files of a checkpoint are looked at: sizes and the headers of tensor files, or every byte of all of
+// them, or of those that hold weights, not state.
+enum check { CHECK_SIZES, CHECK_BYTES, CHECK_WEIGHTS };
+
+static bool is_tensor_file(const char *name) {
+    const char *dot = strrchr(name, '.');
+    return dot && strcmp(dot, ".safetensors") == 0;
+}
+
+static bool check_header(const char *path, char *error, size_t error_size) {
     struct safetensors tensors;
     if (!safetensors_open(&tensors, path, error, error_size)) return false;
     safetensors_close(&tensors);
     return true;
 }
 
-static bool is_complete(const char *folder, char *error, size_t error_size) {
+// One entry of the list: the file is there with its size, and its bytes or its header are as they should be.
+static bool check_file(const char *folder, const struct cJSON *entry, enum check check, char *error,
+                       size_t error_size) {
     char path[FILE_PATH];
-    file_path(path, folder, trainer_name);
-    struct cJSON *json = file_read_json(path, error, error_size);
+    uint64_t wanted, found;
+    const char *name = entry->string, *hash = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(entry, "hash"));
+    if (strchr(name, '/') || !hash || !file_json_integer(cJSON_GetObjectItemCaseSensitive(entry, "bytes"), &wanted))
+        return file_error(error, error_size, "%s/%s: found a bad entry for file %.96s, wanted its bytes and hash",
+                          folder, trainer_name, name);
+    if (check == CHECK_WEIGHTS && strncmp(name, "state-", 6) == 0) return true;
+    file_path(path, folder, name);
+    if (!file_size(path, &found, error, error_size)) return false;
+    if (found != wanted)
+        return file_error(error, error_size, "%s: found %ju bytes, wanted %ju", path, (uintmax_t)found,
+                          (uintmax_t)wanted);
+    if (check != CHECK_SIZES) return check_hash(path, wanted, hash, error, error_size);
+    return !is_tensor_file(name) || check_header(path, error, error_size);
+}
+
+static bool check_files(const char *folder, enum check check, char *error, size_t error_size) {
+    char path[FILE_PATH];
+    struct cJSON *json = open_trainer(folder, path, error, error_size);
     if (!json) return false;
     const struct cJSON *files = cJSON_GetObjectItemCaseSensitive(json, "files"), *entry;
-    bool complete = check_version(json, path, error, error_size) &&
-                    ((cJSON_IsObject(files) && files->child) ||
-                     file_error(error, error_size, "%s: found no list of files, wanted one", path));
-    cJSON_ArrayForEach(entry, files) complete = complete && check_file(folder, entry, error, error_size);
+    bool good = (cJSON_IsObject(files) && files->child) ||
+                file_error(error, error_size, "%s: found no list of files, wanted one", path);
+    cJSON_ArrayForEach(entry, files) good = good && check_file(folder, entry, check, error, error_size);
     cJSON_Delete(json);
-    return complete;
+    return good;
 }
 
 static bool read_count(const struct cJSON *json, const char *key, int64_t *value, const char *path, char *error,
@@ -155,15 +246,16 @@ static bool read_seed(const struct cJSON *json, uint64_t *seed, const char *path
 
 static bool read_trainer(struct checkpoint *c, const char *folder, char *error, size_t error_size) {
     char path[FILE_PATH];
-    file_path(path, folder, trainer_name);
-    struct cJSON *json = file_read_json(path, error, error_size);
+    struct cJSON *json = open_trainer(folder, path, error, error_size);
     if (!json) return false;
-    bool read = check_version(json, path, error, error_size) &&
-                read_count(json, "step", &c->step, path, error, error_size) &&
+    bool read = read_count(json, "step", &c->step, path, error, error_size) &&
                 read_count(json, "sequences", &c->sequences, path, error, error_size) &&
                 read_count(json, "tokens", &c->tokens, path, error, error_size) &&
                 read_seed(json, &c->seed, path, error, error_size);
-    if (read) c->options = cJSON_DetachItemFromObjectCaseSensitive(json, "options");
+    if (read) {
+        c->options = cJSON_DetachItemFromObjectCaseSensitive(json, "options");
+        c->data = cJSON_DetachItemFromObjectCaseSensitive(json, "data");
+    }
     cJSON_Delete(json);
     return read;
 }
@@ -211,7 +303,26 @@ static bool publish(const char *temporary, const char *folder, const char *aside
     return false;
 }
 
-static void warn(const char *error) { fprintf(stderr, "mok: warning: %s\n", error); }
+// A link is someone's own doing: where it leads is left alone, whatever it is called here.
+static bool is_folder(const char *path) {
+    struct stat info;
+    return lstat(path, &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+static bool is_link(const char *path) {
+    struct stat info;
+    return lstat(path, &info) == 0 && S_ISLNK(info.st_mode);
+}
+
+static bool check_name_is_ours(const char *folder, char *error, size_t error_size) {
+    return is_folder(folder) || is_link(folder) || access(folder, F_OK) != 0 ||
+           file_error(error, error_size, "%s: found a file, wanted a folder or nothing", folder);
+}
+
+// What lay at the name of the step before.
+static bool remove_aside(const char *path, char *error, size_t error_size) {
+    return (is_link(path) && unlink(path) == 0) || file_remove_folder(path, error, error_size);
+}
 
 // Of the steps before the one just saved, keeps as many complete ones as still may be and removes all older ones.
 static void purge(const char *run_folder, int64_t saved, int keep) {
@@ -220,14 +331,12 @@ static void purge(const char *run_folder, int64_t saved, int keep) {
     int count = scandir(run_folder, &entries, is_step, newest_first), kept = 1;
     for (int i = 0; i < count; i++) {
         char path[FILE_PATH];
-        struct stat info;
         file_path(path, run_folder, entries[i]->d_name);
-        // A link is someone's own doing.
-        if (step_of_name(entries[i]->d_name) >= saved || lstat(path, &info) != 0 || !S_ISDIR(info.st_mode)) continue;
+        if (step_of_name(entries[i]->d_name) >= saved || !is_folder(path)) continue;
         if (kept < keep)
-            kept += is_complete(path, error, sizeof error);
+            kept += check_files(path, CHECK_SIZES, error, sizeof error);
         else if (!file_remove_folder(path, error, sizeof error))
-            warn(error);
+            fail_warn("checkpoint", "%s", error);
     }
     if (count >= 0) free_entries(entries, count);
 }
@@ -245,7 +354,8 @@ void checkpoint_save(const struct checkpoint *c, const char *run_folder, int kee
     // What a run left that was killed while it saved this step. Killed between the two renames of publish, it left the
     // only complete folder aside.
     rename(aside, folder);
-    bool saved = file_remove_folder(temporary, error, sizeof error) && file_remove_folder(aside, error, sizeof error) &&
+    bool saved = check_name_is_ours(folder, error, sizeof error) &&
+                 file_remove_folder(temporary, error, sizeof error) && remove_aside(aside, error, sizeof error) &&
                  write_folder(c, temporary, error, sizeof error) &&
                  publish(temporary, folder, aside, error, sizeof error) && file_sync(run_folder, error, sizeof error);
     if (!saved) {
@@ -255,27 +365,80 @@ void checkpoint_save(const struct checkpoint *c, const char *run_folder, int kee
                       "or mend the folder and use --resume",
                       c->step, error);
     }
-    if (!file_remove_folder(aside, error, sizeof error)) warn(error);
+    if (!remove_aside(aside, error, sizeof error)) fail_warn("checkpoint", "%s", error);
     if (keep > 0) purge(run_folder, c->step, keep);
 }
 
-static int is_step_or_hidden(const struct dirent *entry) {
-    const char *name = entry->d_name;
-    bool hidden = strncmp(name, ".tmp-", 5) == 0 || strncmp(name, ".old-", 5) == 0;
-    return step_of_name(hidden ? name + 5 : name) >= 0;
+static bool is_hidden(const char *name, const char *prefix) {
+    return strncmp(name, prefix, 5) == 0 && step_of_name(name + 5) >= 0;
 }
 
-void checkpoint_remove_all(const char *run_folder) {
-    char path[FILE_PATH], error[FILE_ERROR];
+static int is_step_or_hidden(const struct dirent *entry) {
+    return is_step(entry) || is_hidden(entry->d_name, ".tmp-") || is_hidden(entry->d_name, ".old-");
+}
+
+// Calls what with every checkpoint folder of a run, complete or not, and those of saves that were killed.
+static void for_every_folder(const char *run_folder, void (*what)(const char *path, void *argument), void *argument) {
+    char path[FILE_PATH];
     struct dirent **entries;
-    struct stat info;
     int count = scandir(run_folder, &entries, is_step_or_hidden, by_name);
     for (int i = 0; i < count; i++) {
         file_path(path, run_folder, entries[i]->d_name);
-        if (lstat(path, &info) == 0 && S_ISDIR(info.st_mode) && !file_remove_folder(path, error, sizeof error))
-            fail_user("checkpoint", "%s; wanted to remove it: do so by hand, or name another folder", error);
+        if (is_folder(path)) what(path, argument);
     }
     if (count >= 0) free_entries(entries, count);
+}
+
+static void remove_one(const char *path, void *argument) {
+    char error[FILE_ERROR];
+    (void)argument;
+    if (!file_remove_folder(path, error, sizeof error))
+        fail_user("checkpoint", "%s; wanted to remove it: do so by hand, or name another folder", error);
+}
+
+void checkpoint_remove_all(const char *run_folder) { for_every_folder(run_folder, remove_one, NULL); }
+
+static void mend_one(const char *path, void *run_folder) {
+    char folder[FILE_PATH], error[FILE_ERROR];
+    const char *name = strrchr(path, '/') + 1;
+    struct stat info;
+    if (step_of_name(name) >= 0) return;
+    file_path(folder, run_folder, name + 5);
+    bool returned = is_hidden(name, ".old-") && lstat(folder, &info) != 0 && rename(path, folder) == 0;
+    if (!returned && !file_remove_folder(path, error, sizeof error)) fail_warn("checkpoint", "%s", error);
+}
+
+void checkpoint_mend(const char *run_folder) { for_every_folder(run_folder, mend_one, (void *)run_folder); }
+
+// ---- disk space ----
+
+static void add_bytes(const char *folder, void *sum) {
+    struct dirent **entries;
+    int count = scandir(folder, &entries, NULL, by_name);
+    for (int i = 0; i < count; i++) {
+        char path[FILE_PATH];
+        struct stat info;
+        file_path(path, folder, entries[i]->d_name);
+        if (lstat(path, &info) == 0 && S_ISREG(info.st_mode)) *(uint64_t *)sum += (uint64_t)info.st_size;
+    }
+    if (count >= 0) free_entries(entries, count);
+}
+
+uint64_t checkpoint_bytes_on_disk(const char *run_folder) {
+    uint64_t sum = 0;
+    for_every_folder(run_folder, add_bytes, &sum);
+    return sum;
+}
+
+uint64_t checkpoint_bytes(const struct config *c) {
+    // Names, shapes and places of a tensor: in four headers, in the index, with its quotes.
+    const uint64_t words_of_a_tensor = 1024, other_files = 1 << 16;
+    struct params params;
+    params_build(&params, c);
+    uint64_t floats = 4 * (uint64_t)params_total(&params) + (uint64_t)config_blocks(c) * (uint64_t)c->experts;
+    uint64_t bytes = sizeof(float) * floats + words_of_a_tensor * (uint64_t)params.count + other_files;
+    params_free(&params);
+    return bytes;
 }
 
 // ---- finding and loading ----
@@ -287,14 +450,19 @@ bool checkpoint_newest(const char *run_folder, char *path, size_t size, FILE *lo
     bool found = false;
     for (int i = 0; i < count && !found; i++) {
         file_path(candidate, run_folder, entries[i]->d_name);
-        found = is_complete(candidate, error, sizeof error);
-        if (!found && log) fprintf(log, "skipped %s, which is not complete: %s\n", entries[i]->d_name, error);
+        found = check_files(candidate, CHECK_BYTES, error, sizeof error);
+        if (!found && log) fprintf(log, "skipped %s: %s\n", entries[i]->d_name, fail_hide_controls(error));
     }
     if (count >= 0) free_entries(entries, count);
     if (found && snprintf(path, size, "%s", candidate) >= (int)size)
         fail_user(run_folder, "found a checkpoint path of %zu bytes, wanted less than %zu; use a shorter one",
                   strlen(candidate), size);
     return found;
+}
+
+void checkpoint_find(const char *folder, char *path, size_t size) {
+    if (!checkpoint_newest(folder, path, size, stderr) && snprintf(path, size, "%s", folder) >= (int)size)
+        fail_user(folder, "found a path of %zu bytes, wanted less than %zu; use a shorter one", strlen(folder), size);
 }
 
 bool checkpoint_exists(const char *run_folder) {
@@ -327,10 +495,13 @@ int checkpoint_trained_length(const char *folder) {
 }
 
 void checkpoint_load_weights(const char *folder, struct checkpoint *c) {
-    char error[FILE_ERROR];
+    char path[FILE_PATH], error[FILE_ERROR];
+    file_path(path, folder, trainer_name);
+    bool ours = access(path, F_OK) == 0; // else of other origin, without hashes
     struct shards model;
     struct shard_array weights = {"", c->weights, c->master};
-    if (!shards_open_index(&model, folder, error, sizeof error) ||
+    if ((ours && !check_files(folder, CHECK_WEIGHTS, error, sizeof error)) ||
+        !shards_open_index(&model, folder, error, sizeof error) ||
         !shards_read(&model, c->params, &weights, 1, false, error, sizeof error) ||
         !shards_read_bias(&model, c->config, c->bias, false, error, sizeof error) ||
         !shards_check_used(&model, c->config, error, sizeof error))
@@ -340,7 +511,7 @@ void checkpoint_load_weights(const char *folder, struct checkpoint *c) {
 
 void checkpoint_load_progress(const char *folder, struct checkpoint *c) {
     char error[FILE_ERROR];
-    if (!is_complete(folder, error, sizeof error) || !read_trainer(c, folder, error, sizeof error))
+    if (!check_files(folder, CHECK_SIZES, error, sizeof error) || !read_trainer(c, folder, error, sizeof error))
         fail_user("checkpoint", "cannot resume: %s", error);
 }
 
@@ -348,7 +519,7 @@ void checkpoint_load_state(const char *folder, struct checkpoint *c) {
     char error[FILE_ERROR];
     struct shards model, state;
     struct shard_array arrays[] = {{".master", c->weights, c->master}, {".m", NULL, c->m}, {".v", NULL, c->v}};
-    if (!is_complete(folder, error, sizeof error) ||
+    if (!check_files(folder, CHECK_BYTES, error, sizeof error) ||
         !shards_open(&model, folder, "model", c->config, error, sizeof error) ||
         !shards_open(&state, folder, "state", c->config, error, sizeof error) ||
         !shards_read_bias(&model, c->config, c->bias, true, error, sizeof error) ||

@@ -5,10 +5,12 @@
 //   model-00001-of-000NN.safetensors, ...                   weights and selection biases under Hugging Face's names;
 //   model.safetensors.index.json                            file 1: embedding, last norm, head; then one per block
 //   state-00001-of-000NN.safetensors, ...                   the same split: NAME.master, NAME.m, NAME.v in F32
-//   trainer.json                                            progress, options, size of every other file; written last
+//   trainer.json                                            progress, options, data; size and hash of every other file
+//                                                           and its own hash; written last
 //
 // Nothing in it tells time, path or number of ranks, so two saves of the same state are the same bytes. The masters are
-// authoritative. A folder is complete when trainer.json and every file it lists are there with their sizes.
+// authoritative. A folder is complete when trainer.json and every file it lists are there with their sizes; it is whole
+// when their hashes are right too. Whatever loads from a folder reads all it needs once to know that, and then loads.
 #ifndef MOK_MODEL_CHECKPOINT_H
 #define MOK_MODEL_CHECKPOINT_H
 
@@ -32,6 +34,7 @@ struct checkpoint {
     int64_t step, sequences, tokens; // optimizer steps done, next global sequence, tokens seen
     uint64_t seed;
     struct cJSON *options; // the run's resolved flags, kept as they are to compare on resume; may be NULL
+    struct cJSON *data;    // what tells the run's data from other data, kept likewise; may be NULL
 };
 
 // Writes run_folder/step-%08d through a hidden folder that is renamed once all of it is on disk, then removes all but
@@ -43,12 +46,25 @@ void checkpoint_save(const struct checkpoint *c, const char *run_folder, int kee
 // one cannot be removed.
 void checkpoint_remove_all(const char *run_folder);
 
-// Path of the newest complete checkpoint of a run; false if there is none. Says on log, if that is not NULL, which
-// newer ones it skipped and why.
+// Does away with what saves left that were killed: half of a checkpoint is removed, and one that was about to be replaced
+// gets its name back. Nobody else may be saving.
+void checkpoint_mend(const char *run_folder);
+
+// Path of the newest whole checkpoint of a run; false if there is none. Says on log, if that is not NULL, which newer
+// ones it skipped and why ("skipped step-00000200: FILE: found hash ..., wanted ...: damaged").
 bool checkpoint_newest(const char *run_folder, char *path, size_t size, FILE *log);
 
 // Whether a run has any checkpoint, complete or not.
 bool checkpoint_exists(const char *run_folder);
+
+// The checkpoint that a folder stands for: the newest complete one of a run, else the folder itself. Ends the program
+// (exit 2) when the path is too long.
+void checkpoint_find(const char *folder, char *path, size_t size);
+
+// Bytes of one checkpoint of a model, a little more than it will have; and bytes that the checkpoints of a run have now,
+// complete or not.
+uint64_t checkpoint_bytes(const struct config *c);
+uint64_t checkpoint_bytes_on_disk(const char *run_folder);
 
 // The model's sizes. The training-only constants that config.json has no key for stay as they are.
 bool checkpoint_read_config(const char *folder, struct config *config, char *error, size_t error_size);
@@ -59,15 +75,15 @@ int checkpoint_trained_length(const char *folder);
 
 // Weights and bias from any Hugging Face folder of this model, F32, F16 or BF16, in one file or many; masters get the
 // same values. MTP modules beyond config->mtp_depth are left out. Ends the program (exit 2) when a tensor is missing,
-// has another shape, or is not one of the model's.
+// has another shape, or is not one of the model's, or a file is damaged where trainer.json tells.
 void checkpoint_load_weights(const char *folder, struct checkpoint *c);
 
-// step, sequences, tokens, seed and options of a complete checkpoint; options becomes a new object for the caller to
-// delete, or NULL if none were saved. Ends the program (exit 2) when the folder is not complete.
+// step, sequences, tokens, seed, options and data of a complete checkpoint; options and data become new objects for the
+// caller to delete, or NULL if none were saved. Ends the program (exit 2) when the folder is not complete.
 void checkpoint_load_progress(const char *folder, struct checkpoint *c);
 
 // The state as it was saved: masters, moments and bias, weights from the masters. Ends the program (exit 2) when the
-// folder is not complete or not of this model.
+// folder is not whole or not of this model.
 void checkpoint_load_state(const char *folder, struct checkpoint *c);
 
 #endif

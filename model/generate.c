@@ -101,8 +101,8 @@ static int context_of(const struct options *o, const struct config *c, const cha
 
 static void open_saved_model(struct model *m, const struct options *o) {
     struct config c = o->model;
-    char newest[OPTION_TEXT + 32], error[512];
-    const char *from = checkpoint_newest(o->from, newest, sizeof newest, stderr) ? newest : o->from;
+    char from[OPTION_TEXT + 32], error[512];
+    checkpoint_find(o->from, from, sizeof from);
     if (!checkpoint_read_config(from, &c, error, sizeof error))
         fail_user("--from", "%s; name a checkpoint, or a run folder that holds one", error);
     if (c.vocab < TOKENIZER_BYTE_VOCAB)

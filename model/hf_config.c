@@ -11,21 +11,21 @@
 
 // ---- the keys ----
 
-// What is the same for every model that this program can train. A file from elsewhere must agree, or leave out the keys
-// that have not always been there.
+// What is the same for every model that this program can train. A file from elsewhere must agree, or leave out what
+// not every version of transformers writes.
 static const struct fixed_key {
     const char *name, *json;
     bool may_be_missing;
 } fixed_keys[] = {
-    {"architectures", "[\"DeepseekV3ForCausalLM\"]", false},
+    {"architectures", "[\"DeepseekV3ForCausalLM\"]", true},
     {"model_type", "\"deepseek_v3\"", false},
     {"hidden_act", "\"silu\"", false},
-    {"attention_bias", "false", false},
+    {"attention_bias", "false", true},
     {"attention_dropout", "0.0", true},
-    {"tie_word_embeddings", "false", false},
-    {"moe_layer_freq", "1", false},
-    {"scoring_func", "\"sigmoid\"", false},
-    {"topk_method", "\"noaux_tc\"", false},
+    {"tie_word_embeddings", "false", true},
+    {"moe_layer_freq", "1", true},
+    {"scoring_func", "\"sigmoid\"", true},
+    {"topk_method", "\"noaux_tc\"", true},
     {"seq_aux", "true", true},
     {"rope_interleave", "true", true},
 };
@@ -51,7 +51,6 @@ static const struct int_key {
     {"num_experts_per_tok", offsetof(struct config, top_k), 0},
     {"n_group", offsetof(struct config, groups), 0},
     {"topk_group", offsetof(struct config, top_groups), 0},
-    {"num_nextn_predict_layers", offsetof(struct config, mtp_depth), 0},
     {"max_position_embeddings", offsetof(struct config, max_positions), 1},
 };
 
@@ -62,19 +61,21 @@ static const struct real_key {
 } real_keys[] = {
     {"routed_scaling_factor", offsetof(struct config, route_scale), false},
     {"rms_norm_eps", offsetof(struct config, rms_eps), false},
-    {"rope_theta", offsetof(struct config, rope_theta), false},
+    {"rope_theta", offsetof(struct config, rope_theta), true}, // see read_rope
     {"initializer_range", offsetof(struct config, init_std), false},
     {"aux_loss_alpha", offsetof(struct config, balance_alpha), true},
 };
 
-// Of rope_scaling, beside original_max_position_embeddings.
+// Of rope_scaling, beside original_max_position_embeddings. What is missing is as yarn_defaults has it.
 static const struct real_key yarn_keys[] = {
     {"factor", offsetof(struct yarn, factor), false},
-    {"beta_fast", offsetof(struct yarn, beta_fast), false},
-    {"beta_slow", offsetof(struct yarn, beta_slow), false},
-    {"mscale", offsetof(struct yarn, mscale), false},
-    {"mscale_all_dim", offsetof(struct yarn, mscale_all_dim), false},
+    {"beta_fast", offsetof(struct yarn, beta_fast), true},
+    {"beta_slow", offsetof(struct yarn, beta_slow), true},
+    {"mscale", offsetof(struct yarn, mscale), true},
+    {"mscale_all_dim", offsetof(struct yarn, mscale_all_dim), true},
 };
+static const struct yarn yarn_defaults = {.beta_fast = 32, .beta_slow = 1, .mscale = 1, .mscale_all_dim = 0};
+static const struct int_key mtp_depth = {"num_nextn_predict_layers", offsetof(struct config, mtp_depth), 0};
 static const struct int_key yarn_length = {"original_max_position_embeddings", offsetof(struct yarn, original_length),
                                            1};
 
@@ -116,6 +117,7 @@ struct cJSON *hf_config_to_json(const struct config *c, int end_of_text, const c
     if (!json) fail_internal("config.json", "no memory");
     for (int i = 0; i < FIXED_KEYS; i++) cJSON_AddRawToObject(json, fixed_keys[i].name, fixed_keys[i].json);
     for (int i = 0; i < INT_KEYS; i++) add_int(json, &int_keys[i], c);
+    add_int(json, &mtp_depth, c);
     cJSON_AddNumberToObject(json, "num_key_value_heads", c->heads);
     if (c->q_rank)
         cJSON_AddNumberToObject(json, "q_lora_rank", c->q_rank);
@@ -191,17 +193,32 @@ static bool read_q_rank(struct config *c, const struct cJSON *json, char *error,
 }
 
 static bool read_yarn(struct yarn *yarn, const struct cJSON *json, char *error, size_t error_size) {
-    const struct cJSON *scaling = cJSON_GetObjectItemCaseSensitive(json, "rope_scaling");
-    *yarn = (struct yarn){0};
-    if (cJSON_IsNull(scaling)) return true;
-    const struct cJSON *type = cJSON_GetObjectItemCaseSensitive(scaling, "type");
-    if (!type) type = cJSON_GetObjectItemCaseSensitive(scaling, "rope_type");
-    if (!cJSON_IsString(type) || strcmp(type->valuestring, "yarn") != 0)
-        return wrong_key("rope_scaling", scaling, "null or an object of type \"yarn\"", error, error_size);
-    if (!read_int(scaling, &yarn_length, yarn, error, error_size)) return false;
+    *yarn = yarn_defaults;
+    if (!read_int(json, &yarn_length, yarn, error, error_size)) return false;
     for (int i = 0; i < YARN_KEYS; i++)
-        if (!read_real(scaling, &yarn_keys[i], yarn, error, error_size)) return false;
+        if (!read_real(json, &yarn_keys[i], yarn, error, error_size)) return false;
     return true;
+}
+
+// Up to version 4 of transformers: rope_theta, and rope_scaling, which is null or of a type. From 5 on: both in
+// rope_parameters, whose type is "default" without scaling.
+static bool read_rope(struct config *c, const struct cJSON *json, char *error, size_t error_size) {
+    static const struct real_key theta = {"rope_theta", offsetof(struct config, rope_theta), false};
+    const struct cJSON *both = cJSON_GetObjectItemCaseSensitive(json, "rope_parameters");
+    const char *name = both ? "rope_parameters" : "rope_scaling";
+    const struct cJSON *scaling = cJSON_GetObjectItemCaseSensitive(json, name);
+    if (!read_real(both ? both : json, &theta, c, error, error_size)) return false;
+
+    c->yarn.factor = 0; // off, and then the other values are of no meaning
+    if (!both && cJSON_IsNull(scaling)) return true;
+    const struct cJSON *type = cJSON_GetObjectItemCaseSensitive(scaling, "rope_type");
+    if (!type) type = cJSON_GetObjectItemCaseSensitive(scaling, "type");
+    if (both && cJSON_IsString(type) && strcmp(type->valuestring, "default") == 0) return true;
+    if (cJSON_IsString(type) && strcmp(type->valuestring, "yarn") == 0)
+        return read_yarn(&c->yarn, scaling, error, error_size);
+    return wrong_key(name, scaling,
+                     both ? "an object of rope_type \"default\" or \"yarn\"" : "null or an object of type \"yarn\"",
+                     error, error_size);
 }
 
 bool hf_config_from_json(struct config *c, const struct cJSON *json, char *error, size_t error_size) {
@@ -211,7 +228,9 @@ bool hf_config_from_json(struct config *c, const struct cJSON *json, char *error
         if (!read_int(json, &int_keys[i], c, error, error_size)) return false;
     for (int i = 0; i < REAL_KEYS; i++)
         if (!read_real(json, &real_keys[i], c, error, error_size)) return false;
-    if (!read_q_rank(c, json, error, error_size) || !read_yarn(&c->yarn, json, error, error_size)) return false;
+    if (!read_q_rank(c, json, error, error_size) || !read_rope(c, json, error, error_size)) return false;
+    c->mtp_depth = 0;
+    if (cJSON_HasObjectItem(json, mtp_depth.name) && !read_int(json, &mtp_depth, c, error, error_size)) return false;
 
     const struct cJSON *normalize = cJSON_GetObjectItemCaseSensitive(json, "norm_topk_prob");
     if (!cJSON_IsBool(normalize)) return wrong_key("norm_topk_prob", normalize, "true or false", error, error_size);

@@ -19,6 +19,10 @@ static void check_write(const struct run_log *log, bool ok) {
     if (!ok) fail_internal(log->path, "cannot write the log: %s; free some space and resume", strerror(errno));
 }
 
+static _Noreturn void fail_open(const struct run_log *log) {
+    fail_user(log->path, "cannot open the log: %s; mend or move it and resume", strerror(errno));
+}
+
 // One object, one line.
 static void write_json(struct run_log *log, cJSON *object) {
     char *text = cJSON_PrintUnformatted(object);
@@ -36,29 +40,39 @@ static void add_number(cJSON *object, const char *name, double value) {
         cJSON_AddNullToObject(object, name);
 }
 
-static int64_t step_of_line(const char *line) {
-    cJSON *object = cJSON_Parse(line);
+// The step of a line of length bytes; INT64_MAX for what is no line of a log: torn, with zeros in it, or something else.
+static int64_t step_of_line(const char *line, size_t length) {
+    if (memchr(line, 0, length)) return INT64_MAX;
+    cJSON *object = cJSON_ParseWithOpts(line, NULL, true);
     const cJSON *step = cJSON_GetObjectItemCaseSensitive(object, "step");
-    int64_t value = cJSON_IsNumber(step) ? (int64_t)step->valuedouble : INT64_MAX; // a torn last line is dropped
+    bool counted = cJSON_IsNumber(step) && step->valuedouble >= 0 && step->valuedouble <= 0x1p53;
+    int64_t value = counted ? (int64_t)step->valuedouble : INT64_MAX;
     cJSON_Delete(object);
     return value;
 }
 
-// Copies the lines of steps up to `last` to a new file and renames it over the log. The last line may lack its end.
-static void drop_later_lines(struct run_log *log, int64_t last) {
-    FILE *old = fopen(log->path, "r");
-    if (!old && errno == ENOENT) return;
-    char temporary[sizeof log->path + 8];
-    snprintf(temporary, sizeof temporary, "%s.tmp", log->path);
-    FILE *kept = old ? fopen(temporary, "w") : NULL;
-    check_write(log, kept != NULL);
+// Copies the lines of steps up to `last` to a new file. The last line may lack its end.
+static void copy_lines(const struct run_log *log, FILE *old, FILE *kept, int64_t last) {
     char *line = NULL;
     size_t capacity = 0;
-    for (ssize_t length; (length = getline(&line, &capacity, old)) > 0;)
-        if (step_of_line(line) <= last)
-            check_write(log, fprintf(kept, "%s%s", line, line[length - 1] == '\n' ? "" : "\n") > 0);
+    for (ssize_t length; (length = getline(&line, &capacity, old)) > 0;) {
+        if (line[length - 1] == '\n') line[--length] = 0;
+        if (step_of_line(line, (size_t)length) <= last) check_write(log, fprintf(kept, "%s\n", line) > 0);
+    }
+    if (ferror(old)) fail_open(log);
     free(line);
-    if (ferror(old)) fail_internal(log->path, "cannot read the log: %s; mend or move it and resume", strerror(errno));
+}
+
+// Replaces the log by one without the lines of steps after `last`.
+static void drop_later_lines(const struct run_log *log, int64_t last) {
+    char temporary[sizeof log->path + 8];
+    snprintf(temporary, sizeof temporary, "%s.tmp", log->path);
+    FILE *old = fopen(log->path, "r");
+    if (!old && errno == ENOENT) return;
+    if (!old) fail_open(log);
+    FILE *kept = fopen(temporary, "w");
+    check_write(log, kept != NULL);
+    copy_lines(log, old, kept, last);
     fclose(old);
     bool written = fflush(kept) == 0 && fsync(fileno(kept)) == 0;
     written = fclose(kept) == 0 && written;
@@ -73,7 +87,7 @@ void log_open(struct run_log *log, const struct trainer *t, const char *folder) 
     snprintf(log->path, sizeof log->path, "%s/log.jsonl", folder);
     if (t->step > 0) drop_later_lines(log, t->step);
     log->json = fopen(log->path, t->step > 0 ? "a" : "w");
-    check_write(log, log->json != NULL);
+    if (!log->json) fail_open(log);
 }
 
 void log_close(struct run_log *log) {

@@ -16,7 +16,7 @@ struct run_log {
 };
 
 // Opens FOLDER/log.jsonl. A run that starts at step > 0 keeps the lines of earlier steps and drops later ones, so that
-// no step appears twice.
+// no step appears twice; what is no whole line of a log goes too. Ends the program (exit 2) when it cannot be opened.
 void log_open(struct run_log *log, const struct trainer *t, const char *folder);
 void log_close(struct run_log *log);
 

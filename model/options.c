@@ -17,13 +17,20 @@
 
 enum flag_type { FLAG_BOOL, FLAG_INT, FLAG_INT64, FLAG_UINT64, FLAG_DOUBLE, FLAG_TEXT, FLAG_CHOICE };
 
+// May a resumed run have another value?
+enum change {
+    FREE,  // yes, it is the same run
+    FIXED, // it is another run then: only with --override
+    SIZE,  // never: the tensors would not fit
+};
+
 struct flag {
     const char *group, *name;
     const char *value;   // stands for the value in the help; NULL: a switch; for a choice, its words in enum order
     enum flag_type type; // of the member at offset in struct options, size bytes long
     size_t offset, size;
     double minimum, maximum; // of a number, both allowed; exact in a double, so below 2^53
-    bool may_change;         // a resumed run is still the same run when this differs
+    enum change change;      // what it means when this differs in a resumed run
     const char *help;
 };
 
@@ -42,9 +49,6 @@ struct flag {
 #define MANY  1e12  // a bound that no one meets, and small enough for sums and for a double
 #define SMALL 1e-30 // stands for "above zero"
 
-#define FIXED false
-#define FREE  true
-
 static const char RUN[] = "Run", BATCH[] = "Batch and length", RATE[] = "Optimizer", OUTPUT[] = "Output",
                   SAMPLE[] = "Sampling", SIZES[] = "Model sizes", EXPERTS[] = "Mixture of experts",
                   POSITIONS[] = "Positions and norms";
@@ -53,10 +57,13 @@ static const char RUN[] = "Run", BATCH[] = "Batch and length", RATE[] = "Optimiz
 // clang-format off
 static const struct flag flags[] = {
     {RUN, "preset", "NAME", MEMBER(preset), 0, 0, FREE, "sizes and settings to start from, one of the list below; other flags change them"},
-    {RUN, "data", "SPEC", MEMBER(data), 0, 0, FIXED, "\"stories\" (built in), or a text file whose bytes become tokens"},
+    {RUN, "data", "SPEC", MEMBER(data), 0, 0, FREE, "\"stories\" (built in), a text file, a token shard, or a glob of token shards"},
     {RUN, "eval-data", "SPEC", MEMBER(eval_data), 0, 0, FREE, "data to evaluate on; else the held-out part of --data"},
+    {RUN, "tokenizer", "FILE", MEMBER(tokenizer), 0, 0, FREE, "Hugging Face tokenizer.json, or its folder; else the one of --from or beside the shards, else bytes"},
+    {RUN, "from", "DIR", MEMBER(from), 0, 0, FREE, "checkpoint, run folder or Hugging Face folder: train from its weights on, or sample from it"},
     {RUN, "out", "DIR", MEMBER(out), 0, 0, FREE, "run folder for the log and the checkpoints"},
-    {RUN, "resume", NULL, MEMBER(resume), 0, 0, FREE, "go on from the newest complete checkpoint in --out"},
+    {RUN, "resume", NULL, MEMBER(resume), 0, 0, FREE, "go on from the newest complete checkpoint in --out, with its settings; flags that are given change them"},
+    {RUN, "override", NULL, MEMBER(override), 0, 0, FREE, "let --resume change settings and data that make it another run"},
     {RUN, "overwrite", NULL, MEMBER(overwrite), 0, 0, FREE, "start anew in an --out that holds a run"},
     {RUN, "device", NULL, MEMBER(device), 0, 0, FREE, "print what this program computes on, and stop"},
     {RUN, "plan", NULL, MEMBER(plan), 0, 0, FREE, "print parameters, memory and work of this run, and stop"},
@@ -71,7 +78,7 @@ static const struct flag flags[] = {
     {RATE, "lr", "X", MEMBER(lr), 0, MANY, FIXED, "learning rate at its peak"},
     {RATE, "min-lr", "X", MEMBER(min_lr), 0, MANY, FIXED, "learning rate at the end"},
     {RATE, "schedule", "cosine|linear|wsd|constant", MEMBER(schedule), 0, 0, FIXED, "how the rate falls after the warmup; wsd: constant, then linear in the last --decay-steps"},
-    {RATE, "warmup", "N", MEMBER(warmup), 0, MANY, FREE, "steps in which the rate rises"},
+    {RATE, "warmup", "N", MEMBER(warmup), 0, MANY, FIXED, "steps in which the rate rises"},
     {RATE, "decay-steps", "N", MEMBER(decay_steps), 0, MANY, FIXED, "steps in which wsd falls; 0: a fifth of --steps"},
     {RATE, "weight-decay", "X", MEMBER(weight_decay), 0, MANY, FIXED, "decoupled, on matrices only"},
     {RATE, "clip", "X", MEMBER(clip), 0, MANY, FIXED, "largest norm of the gradient; 0: off"},
@@ -83,33 +90,33 @@ static const struct flag flags[] = {
     {OUTPUT, "keep", "N", MEMBER(keep), 0, MANY, FREE, "newest checkpoints that are kept; 0: all"},
     {OUTPUT, "eval-every", "N", MEMBER(eval_every), 0, MANY, FREE, "steps between evaluations; 0: never"},
     {OUTPUT, "eval-sequences", "N", MEMBER(eval_sequences), 1, MANY, FREE, "sequences of one evaluation"},
+    {OUTPUT, "eval-choices", "FILE", MEMBER(eval_choices), 0, 0, FREE, "multiple-choice file (llm.c's format) that evaluations answer too"},
     {OUTPUT, "sample-every", "N", MEMBER(sample_every), 0, MANY, FREE, "steps between samples of text; 0: never"},
     {OUTPUT, "sample-tokens", "N", MEMBER(sample_tokens), 0, MANY, FREE, "length of these samples; 0: none"},
     {OUTPUT, "log-moe-every", "N", MEMBER(log_moe_every), 0, MANY, FREE, "steps between the log's lines on each MoE layer; 0: never"},
 
     {SAMPLE, "generate", "N", MEMBER(generate), 0, MANY, FREE, "sample N tokens instead of training; 0: train"},
-    {SAMPLE, "from", "DIR", MEMBER(from), 0, 0, FREE, "run folder or checkpoint to sample from"},
     {SAMPLE, "prompt", "TEXT", MEMBER(prompt), 0, 0, FREE, "text that the sample goes on from"},
     {SAMPLE, "temperature", "X", MEMBER(temperature), 0, 1000, FREE, "divides the logits; 0: always the likeliest token"},
 
-    {SIZES, "vocab", "N", MEMBER(model.vocab), 0, MANY, FIXED, "tokens in the vocabulary; 0: as the data has"},
-    {SIZES, "hidden", "N", MEMBER(model.hidden), 1, MANY, FIXED, "width of the residual stream"},
-    {SIZES, "layers", "N", MEMBER(model.layers), 1, MANY, FIXED, "layers, dense ones included"},
-    {SIZES, "dense-layers", "N", MEMBER(model.dense_layers), 0, MANY, FIXED, "this many first layers have a dense FFN instead of experts"},
-    {SIZES, "heads", "N", MEMBER(model.heads), 1, MANY, FIXED, "attention heads"},
-    {SIZES, "q-rank", "N", MEMBER(model.q_rank), 0, MANY, FIXED, "width of the compressed queries; 0: not compressed"},
-    {SIZES, "kv-rank", "N", MEMBER(model.kv_rank), 1, MANY, FIXED, "width of the compressed keys and values"},
-    {SIZES, "nope-dim", "N", MEMBER(model.nope_dim), 1, MANY, FIXED, "part of a query and key head without position"},
-    {SIZES, "rope-dim", "N", MEMBER(model.rope_dim), 2, MANY, FIXED, "rotated part of a query and key head, even"},
-    {SIZES, "value-dim", "N", MEMBER(model.value_dim), 1, MANY, FIXED, "width of a value head"},
-    {SIZES, "intermediate", "N", MEMBER(model.intermediate), 0, MANY, FIXED, "inner width of a dense FFN"},
-    {SIZES, "mtp-depth", "N", MEMBER(model.mtp_depth), 0, MANY, FIXED, "modules that predict a further token; 0: none"},
+    {SIZES, "vocab", "N", MEMBER(model.vocab), 0, MANY, SIZE, "tokens in the vocabulary; 0: as the data has"},
+    {SIZES, "hidden", "N", MEMBER(model.hidden), 1, MANY, SIZE, "width of the residual stream"},
+    {SIZES, "layers", "N", MEMBER(model.layers), 1, MANY, SIZE, "layers, dense ones included"},
+    {SIZES, "dense-layers", "N", MEMBER(model.dense_layers), 0, MANY, SIZE, "this many first layers have a dense FFN instead of experts"},
+    {SIZES, "heads", "N", MEMBER(model.heads), 1, MANY, SIZE, "attention heads"},
+    {SIZES, "q-rank", "N", MEMBER(model.q_rank), 0, MANY, SIZE, "width of the compressed queries; 0: not compressed"},
+    {SIZES, "kv-rank", "N", MEMBER(model.kv_rank), 1, MANY, SIZE, "width of the compressed keys and values"},
+    {SIZES, "nope-dim", "N", MEMBER(model.nope_dim), 1, MANY, SIZE, "part of a query and key head without position"},
+    {SIZES, "rope-dim", "N", MEMBER(model.rope_dim), 2, MANY, SIZE, "rotated part of a query and key head, even"},
+    {SIZES, "value-dim", "N", MEMBER(model.value_dim), 1, MANY, SIZE, "width of a value head"},
+    {SIZES, "intermediate", "N", MEMBER(model.intermediate), 0, MANY, SIZE, "inner width of a dense FFN"},
+    {SIZES, "mtp-depth", "N", MEMBER(model.mtp_depth), 0, MANY, SIZE, "modules that predict a further token; 0: none"},
     {SIZES, "mtp-weight", "X", MEMBER(model.mtp_weight), 0, MANY, FIXED, "weight of their loss"},
     {SIZES, "init-std", "X", MEMBER(model.init_std), 0, MANY, FIXED, "standard deviation of the first matrices"},
 
-    {EXPERTS, "expert-intermediate", "N", MEMBER(model.expert_intermediate), 0, MANY, FIXED, "inner width of an expert"},
-    {EXPERTS, "experts", "N", MEMBER(model.experts), 0, MANY, FIXED, "routed experts in a layer"},
-    {EXPERTS, "shared-experts", "N", MEMBER(model.shared_experts), 0, MANY, FIXED, "experts that every token uses"},
+    {EXPERTS, "expert-intermediate", "N", MEMBER(model.expert_intermediate), 0, MANY, SIZE, "inner width of an expert"},
+    {EXPERTS, "experts", "N", MEMBER(model.experts), 0, MANY, SIZE, "routed experts in a layer"},
+    {EXPERTS, "shared-experts", "N", MEMBER(model.shared_experts), 0, MANY, SIZE, "experts that every token uses"},
     {EXPERTS, "top-k", "N", MEMBER(model.top_k), 0, MANY, FIXED, "routed experts that a token uses"},
     {EXPERTS, "groups", "N", MEMBER(model.groups), 0, MANY, FIXED, "groups of experts; 1: selection is not limited"},
     {EXPERTS, "top-groups", "N", MEMBER(model.top_groups), 0, MANY, FIXED, "groups that a token may choose from"},
@@ -370,9 +377,14 @@ static void check_rate(const struct options *o) {
 static void check_modes(const struct options *o, bool prompt_given, bool temperature_given) {
     if (o->resume && o->overwrite)
         fail_user("--resume", "found beside --overwrite, wanted one of them: go on with the run, or start it anew");
+    if (o->resume && o->plan)
+        fail_user("--plan", "found beside --resume, wanted the flags of a new run: a run that exists has printed its "
+                            "plan and kept its settings in config.json");
+    if (o->override && !o->resume)
+        fail_user("--override", "found without --resume, wanted both: it lets a run go on with other settings");
     if (o->generate && !o->from[0])
         fail_user("--generate", "found without --from, wanted --from DIR: the run to sample from");
-    const char *alone = o->from[0] ? "--from" : prompt_given ? "--prompt" : temperature_given ? "--temperature" : NULL;
+    const char *alone = prompt_given ? "--prompt" : temperature_given ? "--temperature" : NULL;
     if (!o->generate && alone)
         fail_user(alone, "found without --generate, wanted --generate N: it matters for sampling only");
 }
@@ -381,10 +393,14 @@ static void check_modes(const struct options *o, bool prompt_given, bool tempera
 static void check_sampling_alone(const char *const values[]) {
     for (int i = 0; i < FLAGS; i++) {
         const struct flag *f = &flags[i];
-        if (!values[i] || f->group == SAMPLE || strcmp(f->name, "seed") == 0 || strcmp(f->name, "seq") == 0) continue;
+        static const char *const too[] = {"from", "tokenizer", "seed", "seq"};
+        bool allowed = f->group == SAMPLE;
+        for (size_t t = 0; t < sizeof too / sizeof *too; t++) allowed = allowed || strcmp(f->name, too[t]) == 0;
+        if (!values[i] || allowed) continue;
         char place[64];
         snprintf(place, sizeof place, "--%s", f->name);
-        fail_user(place, "found beside --generate, wanted --from, --prompt, --temperature, --seed or --seq only");
+        fail_user(place, "found beside --generate, wanted --from, --prompt, --temperature, --tokenizer, --seed or "
+                         "--seq only");
     }
 }
 
@@ -458,7 +474,27 @@ static void collect(const char *values[FLAGS], int argc, char **argv) {
     }
 }
 
-static bool given(const char *values[FLAGS], const char *name) { return values[flag_find(name, strlen(name)) - flags]; }
+static const char *value_given(const char *const values[FLAGS], const char *name) {
+    return values[flag_find(name, strlen(name)) - flags];
+}
+
+// Sets every flag that is given, but for the preset, which says where the others start.
+static void set_given(struct options *o, const char *const values[FLAGS]) {
+    for (int i = 0; i < FLAGS; i++) {
+        if (!values[i] || strcmp(flags[i].name, "preset") == 0 || flag_set(&flags[i], o, values[i])) continue;
+        char place[64];
+        snprintf(place, sizeof place, "--%s", flags[i].name);
+        fail_user(place, "found '%s', wanted %s", values[i], flag_wanted(&flags[i]));
+    }
+}
+
+static void start_from_preset(struct options *o, const char *name) {
+    if (options_set_preset(o, name)) return;
+    char names[512] = "";
+    for (int i = 0; i < preset_count; i++)
+        snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", i ? ", " : "", presets[i].name);
+    fail_user("--preset", "found '%s', wanted one of %s", name, names);
+}
 
 void options_parse(struct options *o, int argc, char **argv) {
     options_set_preset(o, "tiny");
@@ -469,30 +505,71 @@ void options_parse(struct options *o, int argc, char **argv) {
         }
     const char *values[FLAGS] = {0};
     collect(values, argc, argv);
+    if (value_given(values, "preset")) start_from_preset(o, value_given(values, "preset"));
+    set_given(o, values);
+    if (o->generate && !value_given(values, "seq")) o->seq = 0;
+    check_modes(o, value_given(values, "prompt"), value_given(values, "temperature"));
+    if (o->generate) check_sampling_alone(values);
+}
 
-    const char *preset = values[flag_find("preset", 6) - flags];
-    if (preset && !options_set_preset(o, preset)) {
-        char names[512] = "";
-        for (int i = 0; i < preset_count; i++)
-            snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", i ? ", " : "", presets[i].name);
-        fail_user("--preset", "found '%s', wanted one of %s", preset, names);
-    }
-    for (int i = 0; i < FLAGS; i++) {
-        if (!values[i] || flag_set(&flags[i], o, values[i])) continue;
-        char place[64];
-        snprintf(place, sizeof place, "--%s", flags[i].name);
-        fail_user(place, "found '%s', wanted %s", values[i], flag_wanted(&flags[i]));
-    }
-    if (!given(values, "warmup") && o->warmup > o->steps) o->warmup = o->steps;
-    if (!given(values, "min-lr") && o->min_lr > o->lr) o->min_lr = o->lr;
-    if (o->generate && !given(values, "seq")) o->seq = 0;
-
-    check_modes(o, given(values, "prompt"), given(values, "temperature"));
-    if (o->generate)
-        check_sampling_alone(values);
-    else
-        check_batch(o);
+void options_settle(struct options *o, int argc, char **argv) {
+    const char *values[FLAGS] = {0};
+    collect(values, argc, argv);
+    if (!value_given(values, "warmup") && o->warmup > o->steps) o->warmup = o->steps;
+    if (!value_given(values, "min-lr") && o->min_lr > o->lr) o->min_lr = o->lr;
+    check_batch(o);
     check_rate(o);
+}
+
+void options_take_model(struct options *o, const struct config *found, const char *folder, int argc, char **argv) {
+    const char *values[FLAGS] = {0};
+    collect(values, argc, argv);
+    struct options theirs = *o;
+    theirs.model = *found;
+    *o = theirs;
+    set_given(o, values);
+    for (int i = 0; i < FLAGS; i++) {
+        char there[OPTION_TEXT], here[OPTION_TEXT], place[64];
+        const struct flag *f = &flags[i];
+        if (strcmp(flag_text(f, &theirs, there), flag_text(f, o, here)) == 0) continue;
+        bool fewer_modules = strcmp(f->name, "mtp-depth") == 0 && o->model.mtp_depth < found->mtp_depth;
+        snprintf(place, sizeof place, "--%s", f->name);
+        if (f->change == SIZE && !fewer_modules)
+            fail_user(place, "found %s, wanted %s, the size of the model in %s; leave the flag out", here, there,
+                      folder);
+        printf("%s: %s in %s, %s now\n", place, there, folder, here);
+    }
+}
+
+void options_resume(struct options *o, const struct cJSON *saved, const char *folder, int argc, char **argv) {
+    const char *values[FLAGS] = {0};
+    collect(values, argc, argv);
+    struct options before, now;
+    options_set_preset(&before, "tiny");
+    const char *wrong = options_from_json(&before, saved);
+    if (wrong)
+        fail_user(folder, "found settings that this program does not know: %s; resume with the program that saved it",
+                  wrong);
+    const char *preset = value_given(values, "preset");
+    if (preset && strcmp(preset, before.preset) != 0)
+        fail_user("--preset", "found %s, wanted %s as in %s; leave it out", preset, before.preset, folder);
+    snprintf(before.out, sizeof before.out, "%s", o->out); // where a run lies is not part of it
+    now = before;
+    set_given(&now, values);
+    check_batch(&now);
+    check_rate(&now);
+    printf("going on with the settings saved in %s\n", folder);
+    const char *changed = options_compare(stdout, &before, &now, now.override);
+    if (changed) {
+        char place[64];
+        snprintf(place, sizeof place, "--%s", changed);
+        bool size = flag_find(changed, strlen(changed))->change == SIZE;
+        fail_user(place,
+                  "found another value than in %s, wanted the same; leave the flag out, %s start a new run with "
+                  "another --out",
+                  folder, size ? "or" : "change it all the same with --override, or");
+    }
+    *o = now;
 }
 
 // ---- JSON ----
@@ -551,17 +628,18 @@ const char *options_from_json(struct options *o, const struct cJSON *json) {
     return NULL;
 }
 
-const char *options_compare(FILE *file, const struct options *before, const struct options *now) {
-    const char *fixed = NULL;
+const char *options_compare(FILE *file, const struct options *before, const struct options *now, bool override) {
+    const char *refused = NULL;
     for (int i = 0; i < FLAGS; i++) {
         const struct flag *f = &flags[i];
         char old[OPTION_TEXT], new[OPTION_TEXT];
         if (!f->value) continue; // switches say what to do, not what the run is
         if (strcmp(flag_text(f, before, old), flag_text(f, now, new)) == 0) continue;
         fprintf(file, "--%s: %s before, %s now\n", f->name, old, new);
-        if (!f->may_change && !fixed) fixed = f->name;
+        bool allowed = f->change == FREE || (f->change == FIXED && override);
+        if (!allowed && !refused) refused = f->name;
     }
-    return fixed;
+    return refused;
 }
 
 // ---- help ----

@@ -8,6 +8,8 @@
 
 #include "model/config.h"
 
+struct cJSON;
+
 enum schedule { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD, SCHEDULE_CONSTANT };
 
 enum { OPTION_TEXT = 1024 }; // bytes of a path or prompt, with its final zero
@@ -16,10 +18,12 @@ struct options {
     char preset[32];
     struct config model;
 
-    char data[OPTION_TEXT];      // "stories", or a text file
+    char data[OPTION_TEXT];      // "stories", a text file, a token shard, or a glob of shards
     char eval_data[OPTION_TEXT]; // empty: the held-out part of data
+    char tokenizer[OPTION_TEXT]; // empty: found by the data or the weights
+    char from[OPTION_TEXT];      // weights to begin with or to sample from; empty: none
     char out[OPTION_TEXT];       // run folder
-    bool resume, overwrite;
+    bool resume, override, overwrite;
 
     int64_t steps;           // optimizer steps
     int batch;               // sequences per rank and micro-batch
@@ -35,24 +39,37 @@ struct options {
 
     int64_t save_every, eval_every, sample_every, log_moe_every; // steps; 0: never
     int eval_sequences;
-    int keep;          // checkpoints kept; 0: all
-    int sample_tokens; // length of the samples during training; 0: none
+    char eval_choices[OPTION_TEXT]; // empty: none
+    int keep;                       // checkpoints kept; 0: all
+    int sample_tokens;              // length of the samples during training; 0: none
 
     int64_t generate; // tokens to sample instead of training; 0: train
-    char from[OPTION_TEXT];
     char prompt[OPTION_TEXT];
     double temperature;
 
     bool plan, device, help; // print and stop
 };
 
+// A run's options come about in two calls: options_parse reads the command line, then one of the others settles what
+// depends on more than that. All of them end the program with one line and exit code 2 at the first thing wrong.
+
 // Starts from the defaults, applies --preset wherever it stands, then every other flag. A flag is "--name value" or
-// "--name=value" (switches take no value). Unknown, repeated, malformed, out-of-range or contradicting flags end the
-// program with one line and exit code 2. Sizes are checked later by config_validate, once the data has given the
-// vocabulary. With --help anywhere, help is set and nothing else is read.
-//
-// A preset's --warmup and --min-lr that the user has not given shrink to a given --steps and --lr.
+// "--name=value" (switches take no value). Unknown, repeated, malformed and out-of-range flags are refused, and modes
+// that exclude each other. With --help anywhere, help is set and nothing else is read.
 void options_parse(struct options *o, int argc, char **argv);
+
+// For a new run: a preset's --warmup and --min-lr that were not given shrink to --steps and --lr; then the flags must fit
+// each other. Sizes are checked later by config_validate, once the data has given the vocabulary.
+void options_settle(struct options *o, int argc, char **argv);
+
+// For a new run from existing weights, before options_settle: the model is the one found in folder. Flags that were given
+// stay, and what they change is printed; a size is refused, but for fewer MTP modules.
+void options_take_model(struct options *o, const struct config *found, const char *folder, int argc, char **argv);
+
+// For a resumed run: the settings are those saved in folder, and flags that were given change them. Every change is
+// printed. One that would make it another run is refused without --override, one of a tensor's size always; so is
+// another --preset.
+void options_resume(struct options *o, const struct cJSON *saved, const char *folder, int argc, char **argv);
 
 // Steps of wsd's last phase: decay_steps, or for 0 a fifth of the steps; never more than what follows the warmup.
 int64_t options_decay_steps(const struct options *o);
@@ -70,8 +87,8 @@ struct cJSON *options_to_json(const struct options *o);
 // that names the member that is unknown, repeated or wrong, and then o is unchanged.
 const char *options_from_json(struct options *o, const struct cJSON *json);
 
-// For a resumed run: prints one line per flag whose value differs ("--lr: 0.001 before, 0.002 now"), and returns the
-// name of the first that would make it another run, or NULL if all of them may change.
-const char *options_compare(FILE *file, const struct options *before, const struct options *now);
+// Prints one line per flag whose value differs ("--lr: 0.001 before, 0.002 now"). Returns the name of the first that may
+// not change in a resumed run, or NULL if all of them may.
+const char *options_compare(FILE *file, const struct options *before, const struct options *now, bool override);
 
 #endif

@@ -7,11 +7,12 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
+#include "data/files.h"
 #include "kernels/fail.h"
 #include "model/checkpoint.h"
-#include "data/files.h"
 
 static void make_folder(const char *path) {
     char partial[OPTION_TEXT];
@@ -30,10 +31,13 @@ static void make_folder(const char *path) {
         fail_user("--out", "found that %s is not a folder; name another one", path);
 }
 
+// A log without a line is that of a run which stopped before its first step: nothing would be lost.
 static bool holds_run(const char *folder) {
     char path[OPTION_TEXT + 32];
+    struct stat log;
     snprintf(path, sizeof path, "%s/log.jsonl", folder);
-    return access(path, F_OK) == 0 || checkpoint_newest(folder, path, sizeof path, NULL);
+    bool logged = stat(path, &log) == 0 && (!S_ISREG(log.st_mode) || log.st_size > 0);
+    return logged || checkpoint_exists(folder);
 }
 
 // Held until the process ends: two runs in one folder would remove each other's files.
@@ -51,6 +55,7 @@ void run_folder_open(const struct options *o, char *from, size_t size) {
     make_folder(o->out);
     lock_folder(o->out);
     if (o->resume) {
+        checkpoint_mend(o->out);
         if (checkpoint_newest(o->out, from, size, stderr)) return;
         if (checkpoint_exists(o->out))
             fail_user("--resume",
@@ -75,7 +80,40 @@ static void write_config(const struct options *o) {
     cJSON_Delete(json);
 }
 
+// Checkpoints that are there at once at most: those kept and the one that is being written.
+static int64_t most_checkpoints(const struct options *o) {
+    int64_t saves = o->steps / o->save_every + (o->steps % o->save_every != 0);
+    return o->keep > 0 && o->keep < saves ? o->keep + 1 : saves;
+}
+
+void run_folder_check_space(const struct options *o, uint64_t available) {
+    const double gib = 1 << 30;
+    if (o->save_every == 0) return;
+    uint64_t one = checkpoint_bytes(&o->model), used = checkpoint_bytes_on_disk(o->out);
+    uint64_t room = available + (o->overwrite ? used : 0); // which run_folder_begin will remove
+    int64_t most = most_checkpoints(o);
+    if (room < one)
+        fail_user(
+            "--out",
+            "found %.3f GiB free in %s, wanted %.3f GiB for one checkpoint; free some space, name another folder, "
+            "or save nothing with --save-every 0",
+            (double)room / gib, o->out, (double)one / gib);
+    if ((double)available + (double)used < (double)most * (double)one)
+        fail_warn("--keep",
+                  "found %.3f GiB for checkpoints in %s, wanted %.3f GiB for the %lld that are there at once; the run "
+                  "will stop when they do not fit",
+                  (double)(available + used) / gib, o->out, (double)most * (double)one / gib, (long long)most);
+}
+
+// Bytes that this user may still write; a file system that does not tell has no end.
+static uint64_t free_bytes(const char *folder) {
+    struct statvfs info;
+    if (statvfs(folder, &info) != 0 || info.f_blocks == 0) return UINT64_MAX / 2;
+    return (uint64_t)info.f_bavail * (uint64_t)info.f_frsize;
+}
+
 void run_folder_begin(const struct options *o) {
+    run_folder_check_space(o, free_bytes(o->out));
     if (o->overwrite) checkpoint_remove_all(o->out);
     write_config(o);
 }

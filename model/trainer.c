@@ -55,30 +55,21 @@ void trainer_close(struct trainer *t) {
     *t = (struct trainer){0};
 }
 
-static void check_same_run(const struct trainer *t, const char *folder, const struct cJSON *saved) {
-    struct options before = t->options;
-    const char *wrong = options_from_json(&before, saved);
-    if (wrong) fail_user(folder, "found settings that this program does not know: %s", wrong);
-    const char *changed = options_compare(stdout, &before, &t->options);
-    char flag[64];
-    snprintf(flag, sizeof flag, "--%s", changed ? changed : "");
-    if (changed)
-        fail_user(flag,
-                  "found another value than in %s, wanted the same; give the old value, or start a new run with "
-                  "another --out",
-                  folder);
-}
-
 void trainer_restore(struct trainer *t, const char *folder) {
     struct checkpoint c = trainer_checkpoint(t);
     checkpoint_load_progress(folder, &c);
-    if (c.options) check_same_run(t, folder, c.options); // before the tensors, whose shapes the settings explain
     cJSON_Delete(c.options);
     checkpoint_load_state(folder, &c);
     t->step = c.step;
     t->sequences = c.sequences;
     t->tokens = c.tokens;
     printf("going on from %s\n", folder);
+}
+
+void trainer_start_from(struct trainer *t, const char *folder) {
+    struct checkpoint c = trainer_checkpoint(t);
+    checkpoint_load_weights(folder, &c);
+    printf("starting from the weights in %s\n", folder);
 }
 
 static void report_losses(struct trainer *t, struct step_report *report, struct losses sums,

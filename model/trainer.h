@@ -49,9 +49,12 @@ struct step_report {
 void trainer_open(struct trainer *t, const struct options *o, const struct data *data);
 void trainer_close(struct trainer *t);
 
-// Goes on from a checkpoint of this run. Settings that differ from the checkpoint's are printed; one that would make it
-// another run (a model size, the data, the seed) ends the program (exit 2).
+// Goes on from a checkpoint of this run: everything is as it was when it was saved.
 void trainer_restore(struct trainer *t, const char *folder);
+
+// Begins a new run with the weights and selection bias of a checkpoint or a Hugging Face folder; moments, step and data
+// are those of a new run.
+void trainer_start_from(struct trainer *t, const char *folder);
 
 // Sequences of one optimizer step.
 int64_t trainer_sequences_per_step(const struct options *o);

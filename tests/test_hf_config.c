@@ -98,7 +98,11 @@ static void config_refuses_what_this_model_is_not(void **state) {
         {"scoring_func", "\"softmax\"", "key \"scoring_func\": found \"softmax\", wanted \"sigmoid\""},
         {"topk_method", "\"greedy\"", "key \"topk_method\": found \"greedy\", wanted \"noaux_tc\""},
         {"architectures", "[\"DeepseekV2ForCausalLM\"]", "wanted [\"DeepseekV3ForCausalLM\"]"},
-        {"architectures", NULL, "key \"architectures\": found nothing"},
+        {"model_type", NULL, "key \"model_type\": found nothing"},
+        {"rope_theta", NULL, "key \"rope_theta\": found nothing"},
+        {"rope_parameters", "{\"rope_type\": \"default\"}", "key \"rope_theta\": found nothing"},
+        {"rope_parameters", "{\"rope_type\": \"linear\", \"rope_theta\": 10000}", "wanted an object of rope_type"},
+        {"rope_parameters", "null", "key \"rope_theta\": found nothing"},
         {"model_type", "\"llama\"", "key \"model_type\": found \"llama\""},
         {"hidden_act", "\"gelu\"", "key \"hidden_act\": found \"gelu\", wanted \"silu\""},
         {"tie_word_embeddings", "true", "key \"tie_word_embeddings\": found true, wanted false"},
@@ -120,17 +124,55 @@ static void config_refuses_what_this_model_is_not(void **state) {
             fail_msg("accepted %s %s", cases[i].key, cases[i].value ? cases[i].value : "removed");
         assert_contains(error, cases[i].part);
     }
-    // Files of released models lack these.
-    const char *optional[] = {"rope_interleave", "seq_aux", "attention_dropout", "aux_loss_alpha"};
-    for (int i = 0; i < 4; i++) {
+    // Some that released models or versions of transformers do not have.
+    const char *optional[] = {"rope_interleave", "seq_aux",      "attention_dropout", "aux_loss_alpha",
+                              "architectures",   "scoring_func", "topk_method",       "moe_layer_freq"};
+    for (size_t i = 0; i < sizeof optional / sizeof *optional; i++) {
         char error[FILE_ERROR];
         struct config c = {0};
         if (!config_trip(&c, &uneven, optional[i], NULL, error)) fail_msg("%s", error);
     }
 }
 
+// The keys that transformers 5.24 writes for a model that it made itself.
+static const char transformers_5[] =
+    "{\"architectures\": [\"DeepseekV3ForCausalLM\"], \"attention_bias\": false, \"attention_dropout\": 0.0,"
+    "\"bos_token_id\": 0, \"dtype\": \"float32\", \"eos_token_id\": 1, \"first_k_dense_replace\": 3, \"head_dim\": 64,"
+    "\"hidden_act\": \"silu\", \"hidden_size\": 7168, \"initializer_range\": 0.02, \"intermediate_size\": 18432,"
+    "\"kv_lora_rank\": 512, \"max_position_embeddings\": 163840, \"model_type\": \"deepseek_v3\","
+    "\"moe_intermediate_size\": 2048, \"n_group\": 8, \"n_routed_experts\": 256, \"n_shared_experts\": 1,"
+    "\"norm_topk_prob\": true, \"num_attention_heads\": 128, \"num_experts_per_tok\": 8, \"num_hidden_layers\": 61,"
+    "\"num_key_value_heads\": 128, \"output_router_logits\": false, \"pad_token_id\": null, \"pretraining_tp\": 1,"
+    "\"q_lora_rank\": 1536, \"qk_head_dim\": 192, \"qk_nope_head_dim\": 128, \"qk_rope_head_dim\": 64,"
+    "\"rms_norm_eps\": 1e-06, \"rope_interleave\": true, \"rope_parameters\": %s, \"routed_scaling_factor\": 2.5,"
+    "\"tie_word_embeddings\": false, \"topk_group\": 4, \"transformers_version\": \"5.24.0\", \"use_cache\": true,"
+    "\"v_head_dim\": 128, \"vocab_size\": 129280}";
+
+static struct config read_transformers_5(const char *rope_parameters) {
+    char text[4096], error[FILE_ERROR];
+    snprintf(text, sizeof text, transformers_5, rope_parameters);
+    struct cJSON *json = cJSON_Parse(text);
+    struct config c = {.mtp_depth = 3, .yarn = {.factor = 7}};
+    if (!hf_config_from_json(&c, json, error, sizeof error)) fail_msg("%s", error);
+    cJSON_Delete(json);
+    return c;
+}
+
+static void config_of_transformers_5_is_read(void **state) {
+    (void)state;
+    struct config c = read_transformers_5("{\"rope_theta\": 50000.0, \"rope_type\": \"default\"}");
+    assert_true(c.rope_theta == 50000 && c.yarn.factor == 0 && c.mtp_depth == 0);
+    assert_true(c.hidden == 7168 && c.q_rank == 1536 && c.experts == 256 && c.normalize_gates);
+
+    c = read_transformers_5("{\"rope_theta\": 10000.0, \"rope_type\": \"yarn\", \"factor\": 40, "
+                            "\"original_max_position_embeddings\": 4096}");
+    struct yarn wanted = {.factor = 40, .original_length = 4096, .beta_fast = 32, .beta_slow = 1, .mscale = 1};
+    assert_memory_equal(&c.yarn, &wanted, sizeof wanted);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(config_of_transformers_5_is_read),
         cmocka_unit_test(config_comes_back_from_json),
         cmocka_unit_test(config_json_has_what_transformers_wants),
         cmocka_unit_test(config_refuses_what_this_model_is_not),

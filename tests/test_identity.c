@@ -6,6 +6,7 @@
 
 #include "data/data.h"
 #include "data/token_file.h"
+#include "data/tokenizer.h"
 
 enum { T = 16 };
 
@@ -18,11 +19,15 @@ static cJSON *stored(const cJSON *identity) {
     return read;
 }
 
-static cJSON *identity_of(const char *spec, const char *eval_spec, int length) {
-    struct data *d = data_open(spec, eval_spec, NULL, 1, length, 1);
+static cJSON *encoded_identity(const char *spec, const char *eval_spec, const struct tokenizer *tokenizer, int length) {
+    struct data *d = data_open(spec, eval_spec, tokenizer, 1, length, 1);
     cJSON *identity = data_identity(d);
     data_close(d);
     return identity;
+}
+
+static cJSON *identity_of(const char *spec, const char *eval_spec, int length) {
+    return encoded_identity(spec, eval_spec, NULL, length);
 }
 
 // Compares as a resumed run does: before comes from a file. Deletes both.
@@ -168,6 +173,51 @@ static void text_and_stories_have_identities(void **state) {
     assert_difference(before, identity_of("stories", NULL, T), "the built-in stories are others than those before");
 }
 
+static void the_tokenizer_of_text_and_stories_belongs_to_it(void **state) {
+    (void)state;
+    char error[FILE_ERROR];
+    struct tokenizer *a = tokenizer_open("tests/reference/tokenizer_gpt2.json", error, sizeof error);
+    struct tokenizer *b = tokenizer_open("tests/reference/tokenizer_llama3.json", error, sizeof error);
+    struct tokenizer *bytes = tokenizer_open_bytes();
+    assert_true(a && b);
+    char text[400];
+    memset(text, 'a', sizeof text);
+    write_file("text", text, sizeof text);
+    const char *specs[] = {"stories", at("text")};
+    for (int k = 0; k < 2; k++) {
+        const char *spec = specs[k];
+        assert_difference(encoded_identity(spec, spec, a, 8), encoded_identity(spec, spec, a, 8), NULL);
+        assert_difference(encoded_identity(spec, spec, bytes, 8), encoded_identity(spec, spec, NULL, 8), NULL);
+        assert_difference(encoded_identity(spec, spec, a, 8), encoded_identity(spec, spec, b, 8),
+                          "another tokenizer encoded the text before");
+        assert_difference(encoded_identity(spec, spec, NULL, 8), encoded_identity(spec, spec, a, 8),
+                          "text was bytes before and a tokenizer encodes it now");
+        assert_difference(encoded_identity(spec, spec, a, 8), encoded_identity(spec, spec, bytes, 8),
+                          "a tokenizer encoded the text before and it is bytes now");
+    }
+    write_three(); // shards were encoded elsewhere
+    assert_difference(encoded_identity(at("?.bin"), NULL, a, T), encoded_identity(at("?.bin"), NULL, b, T), NULL);
+    tokenizer_close(a);
+    tokenizer_close(b);
+    tokenizer_close(bytes);
+}
+
+// Blocks are all that is read of more than 256 MiB: of less, every byte counts, and so does the size of zeros.
+static void all_of_a_small_file_and_the_size_of_a_large_one_count(void **state) {
+    (void)state;
+    write_file("text", "", 0);
+    assert_int_equal(truncate(at("text"), 10 << 20), 0);
+    cJSON *before = identity_of(at("text"), NULL, T);
+    change_byte("text", 37000); // between blocks of 4 KiB, one in 10 KiB
+    assert_difference(before, identity_of(at("text"), NULL, T), "file 1 of 1 (text): other content");
+    write_file("text", "", 0);
+    assert_int_equal(truncate(at("text"), 300 << 20), 0);
+    before = identity_of(at("text"), NULL, T);
+    assert_int_equal(truncate(at("text"), (300 << 20) + 1), 0);
+    assert_difference(before, identity_of(at("text"), NULL, T),
+                      "file 1 of 1 (text): 314572800 bytes before, 314572801 now");
+}
+
 // It comes from a checkpoint, whose bytes may be any.
 static void damaged_identities_are_other_data(void **state) {
     (void)state;
@@ -194,10 +244,16 @@ static void damaged_identities_are_other_data(void **state) {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, make_root, remove_root)
 int main(void) {
     const struct CMUnitTest tests[] = {
-        TEST(identity_lists_files_and_windows), TEST(the_same_files_elsewhere_are_the_same_data),
-        TEST(other_shards_are_told_in_words),   TEST(another_cut_into_windows_is_told),
-        TEST(a_hash_in_the_header_is_trusted),  TEST(large_files_are_sampled),
-        TEST(text_and_stories_have_identities), TEST(damaged_identities_are_other_data),
+        TEST(identity_lists_files_and_windows),
+        TEST(the_same_files_elsewhere_are_the_same_data),
+        TEST(other_shards_are_told_in_words),
+        TEST(another_cut_into_windows_is_told),
+        TEST(a_hash_in_the_header_is_trusted),
+        TEST(large_files_are_sampled),
+        TEST(text_and_stories_have_identities),
+        TEST(all_of_a_small_file_and_the_size_of_a_large_one_count),
+        TEST(the_tokenizer_of_text_and_stories_belongs_to_it),
+        TEST(damaged_identities_are_other_data),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -11,13 +11,24 @@
 
 // ---- helpers ----
 
-// Parses "--flag value ..." split at spaces.
+// "--flag value ..." split at spaces.
+struct arguments {
+    char copy[4096], *argv[64];
+    int argc;
+};
+
+static void split(struct arguments *a, const char *line) {
+    char *rest;
+    *a = (struct arguments){.argv = {"train"}, .argc = 1};
+    snprintf(a->copy, sizeof a->copy, "%s", line);
+    for (char *word = strtok_r(a->copy, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) a->argv[a->argc++] = word;
+}
+
 static void parse(struct options *o, const char *line) {
-    char copy[4096], *argv[64] = {"train"}, *rest;
-    int argc = 1;
-    snprintf(copy, sizeof copy, "%s", line);
-    for (char *word = strtok_r(copy, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) argv[argc++] = word;
-    options_parse(o, argc, argv);
+    struct arguments a;
+    split(&a, line);
+    options_parse(o, a.argc, a.argv);
+    if (!o->generate && !o->help) options_settle(o, a.argc, a.argv);
 }
 
 static void parse_line(void *line) {
@@ -119,7 +130,9 @@ static void refused_command_lines_name_flag_found_and_wanted(void **state) {
          {"--decay-steps: found 81", "--steps 100", "--warmup 20"}},
         {"--resume --overwrite", {"--resume", "--overwrite"}},
         {"--generate 10", {"--generate", "--from"}},
-        {"--from runs/tiny", {"--from", "--generate"}},
+        {"--override", {"--override: found without --resume"}},
+        {"--resume --plan", {"--plan: found beside --resume"}},
+        {"--generate 10 --from x --data y", {"--data: found beside --generate", "--tokenizer"}},
         {"--prompt Once", {"--prompt", "--generate"}},
         {"--temperature 1", {"--temperature", "--generate"}},
     };
@@ -177,7 +190,7 @@ static void no_flags_mean_the_tiny_preset(void **state) {
     struct options o, tiny;
     parse(&o, "");
     set_preset(&tiny, "tiny");
-    assert_null(options_compare(stdout, &tiny, &o));
+    assert_null(options_compare(stdout, &tiny, &o, false));
     assert_string_equal(o.preset, "tiny");
     assert_string_equal(o.data, "stories");
     assert_false(options_set_preset(&o, "none"));
@@ -248,9 +261,9 @@ static void every_flag_of_the_help_parses_and_every_flag_is_in_it(void **state) 
         else
             snprintf(text, sizeof text, " %s", cJSON_IsTrue(item) ? "true" : "false");
         snprintf(arguments, sizeof arguments, "--%s%s%s", name, text,
-                 sampling                    ? " --generate 1 --from x"
-                 : strcmp(name, "from") == 0 ? " --generate 1"
-                                             : "");
+                 sampling                        ? " --generate 1 --from x"
+                 : strcmp(name, "override") == 0 ? " --resume"
+                                                 : "");
         int code = run_child(parse_line, arguments, message, sizeof message);
         if (code != 0) fail_msg("%s: exit code %d: %s", arguments, code, message);
     }
@@ -390,15 +403,157 @@ static void compare_prints_what_changed_and_names_what_may_not(void **state) {
     char text[1024];
     FILE *file = fmemopen(text, sizeof text, "w");
     assert_non_null(file);
-    assert_null(options_compare(file, &before, &now));
+    assert_null(options_compare(file, &before, &now, false));
     now.lr = 1e-4;
     now.model.experts = 32;
-    assert_string_equal(options_compare(file, &before, &now), "lr");
+    assert_string_equal(options_compare(file, &before, &now, false), "lr");
     assert_int_equal(fclose(file), 0);
     assert_non_null(strstr(text, "--steps: 1200 before, 800 now\n"));
     assert_non_null(strstr(text, "--lr: 0.003 before, 0.0001 now\n"));
     assert_non_null(strstr(text, "--experts: 16 before, 32 now\n"));
     assert_null(strstr(text, "--resume"));
+    // With --override a setting may change, a tensor's size may not.
+    assert_string_equal(options_compare(stdout, &before, &now, true), "experts");
+    now.model.experts = before.model.experts;
+    assert_null(options_compare(stdout, &before, &now, true));
+    assert_string_equal(options_compare(stdout, &before, &now, false), "lr");
+}
+
+// ---- a run that goes on ----
+
+// Settings that no default has, as a checkpoint keeps them.
+static struct cJSON *saved_settings(void) {
+    struct options o;
+    parse(&o, "--preset unit --lr 0.01 --keep 0 --steps 70 --warmup 7 --seq 16 --data my.txt --out elsewhere");
+    return options_to_json(&o);
+}
+
+struct resuming {
+    const char *line;
+    struct options o;
+};
+
+static void resume_line(void *argument) {
+    struct resuming *r = argument;
+    struct arguments a;
+    split(&a, r->line);
+    cJSON *saved = saved_settings();
+    options_parse(&r->o, a.argc, a.argv);
+    options_resume(&r->o, saved, "run/step-00000005", a.argc, a.argv);
+    cJSON_Delete(saved);
+}
+
+static void resumed_run_has_the_saved_settings(void **state) {
+    (void)state;
+    struct resuming r = {.line = "--resume --out here"};
+    resume_line(&r);
+    assert_string_equal(r.o.preset, "unit");
+    assert_string_equal(r.o.data, "my.txt");
+    assert_string_equal(r.o.out, "here"); // the run may have been moved
+    assert_true(r.o.lr == 0.01 && r.o.keep == 0 && r.o.steps == 70 && r.o.warmup == 7 && r.o.seq == 16);
+    assert_true(r.o.resume);
+}
+
+static void flags_that_are_given_change_a_resumed_run(void **state) {
+    (void)state;
+    struct resuming r = {.line = "--resume --preset unit --steps 90 --keep 2 --lr 0.01"};
+    resume_line(&r);
+    assert_true(r.o.steps == 90 && r.o.keep == 2 && r.o.lr == 0.01 && r.o.warmup == 7);
+    r.line = "--resume --override --lr 0.02 --warmup 3 --top-k 1";
+    resume_line(&r);
+    assert_true(r.o.lr == 0.02 && r.o.warmup == 3 && r.o.steps == 70 && r.o.model.top_k == 1);
+}
+
+// (the rate of a checkpoint beats the command line, or the other way round, in silence: features row 40)
+static void changes_that_make_another_run_are_refused(void **state) {
+    (void)state;
+    static const struct {
+        const char *line, *words[5];
+    } cases[] = {
+        {"--resume --lr 0.02", {"--lr: found another value", "run/step-00000005", "--override", "--out"}},
+        {"--resume --batch 3", {"--batch: found another value", "--override"}},
+        {"--resume --warmup 3", {"--warmup: found another value"}},
+        {"--resume --hidden 96", {"--hidden: found another value", "leave the flag out, or start a new run"}},
+        {"--resume --override --hidden 96", {"--hidden: found another value"}},
+        {"--resume --override --mtp-depth 2", {"--mtp-depth: found another value"}},
+        {"--resume --preset tiny", {"--preset: found tiny, wanted unit"}},
+        {"--resume --steps 5", {"--warmup: found 7, wanted at most --steps 5"}},
+        {"--resume --override --tokens-per-step 17", {"--tokens-per-step: found 17"}},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char message[1024];
+        const char *words[6] = {0};
+        memcpy(words, cases[i].words, sizeof cases[i].words);
+        struct resuming r = {.line = cases[i].line};
+        int code = run_child(resume_line, &r, message, sizeof message);
+        assert_refused(cases[i].line, code, message, words);
+    }
+}
+
+// ---- a run that starts from weights ----
+
+struct taking {
+    const char *line;
+    struct config found;
+    struct options o;
+};
+
+static void take_line(void *argument) {
+    struct taking *t = argument;
+    struct arguments a;
+    split(&a, t->line);
+    options_parse(&t->o, a.argc, a.argv);
+    options_take_model(&t->o, &t->found, "there", a.argc, a.argv);
+    options_settle(&t->o, a.argc, a.argv);
+}
+
+static struct config other_model(void) {
+    struct config c = *valid_config(preset_find("unit"));
+    c.vocab = 300;
+    c.mtp_depth = 2;
+    c.rope_theta = 12345;
+    return c;
+}
+
+static void weights_bring_their_model(void **state) {
+    (void)state;
+    struct taking t = {.line = "--from there --seq 32", .found = other_model()};
+    take_line(&t);
+    assert_memory_equal(&t.o.model, &t.found, sizeof t.found);
+    assert_string_equal(t.o.preset, "tiny"); // the rest of the settings
+    assert_int_equal(t.o.seq, 32);
+}
+
+static void flags_may_change_what_weights_do_not_fix(void **state) {
+    (void)state;
+    struct taking t = {.line = "--from there --mtp-depth 1 --rope-theta 5000 --bias-rate 0 --hidden 64",
+                       .found = other_model()};
+    assert_int_equal(t.found.hidden, 64);
+    take_line(&t);
+    assert_int_equal(t.o.model.mtp_depth, 1);
+    assert_true(t.o.model.rope_theta == 5000 && t.o.model.bias_rate == 0);
+    assert_int_equal(t.o.model.vocab, 300);
+}
+
+static void sizes_that_contradict_the_weights_are_refused(void **state) {
+    (void)state;
+    static const struct {
+        const char *line, *words[5];
+    } cases[] = {
+        {"--from there --hidden 96", {"--hidden: found 96, wanted 64", "there", "leave the flag out"}},
+        {"--from there --vocab 257", {"--vocab: found 257, wanted 300"}},
+        {"--from there --mtp-depth 3", {"--mtp-depth: found 3, wanted 2"}},
+        {"--from there --experts 4", {"--experts: found 4, wanted 8"}},
+        {"--from there --seq 100000", {"--seq: found 100000", "--max-positions"}},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char message[1024];
+        const char *words[6] = {0};
+        memcpy(words, cases[i].words, sizeof cases[i].words);
+        struct taking t = {.line = cases[i].line, .found = other_model()};
+        int code = run_child(take_line, &t, message, sizeof message);
+        assert_refused(cases[i].line, code, message, words);
+    }
 }
 
 // ---- presets and configurations ----
@@ -594,6 +749,12 @@ int main(void) {
         cmocka_unit_test(numbers_survive_json_to_the_last_bit),
         cmocka_unit_test(wrong_json_is_named_and_changes_nothing),
         cmocka_unit_test(compare_prints_what_changed_and_names_what_may_not),
+        cmocka_unit_test(resumed_run_has_the_saved_settings),
+        cmocka_unit_test(flags_that_are_given_change_a_resumed_run),
+        cmocka_unit_test(changes_that_make_another_run_are_refused),
+        cmocka_unit_test(weights_bring_their_model),
+        cmocka_unit_test(flags_may_change_what_weights_do_not_fix),
+        cmocka_unit_test(sizes_that_contradict_the_weights_are_refused),
         cmocka_unit_test(every_preset_is_valid_and_parses),
         cmocka_unit_test(unit_presets_have_what_the_tests_count_on),
         cmocka_unit_test(every_broken_rule_names_both_flags_and_values),

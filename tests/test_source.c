@@ -1,4 +1,4 @@
-// Token shards as training data: one stream, patterns, vocabularies, what is refused.
+// What is behind a spec: shards as one stream, patterns, text and stories with a tokenizer, vocabularies, refusals.
 #include "tests/child.h"
 #include "tests/shards.h"
 #include "tests/test.h"
@@ -8,6 +8,7 @@
 
 #include "data/data.h"
 #include "data/token_file.h"
+#include "data/tokenizer.h"
 
 enum { T = 16, AHEAD = 2, WIDTH = T + AHEAD };
 
@@ -228,6 +229,100 @@ static void description_counts_shards_and_tokens(void **state) {
     data_close(d);
 }
 
+// ---- text and stories with a tokenizer ----
+
+static const char TOKENIZER[] = "tests/reference/tokenizer_gpt2.json";
+
+static struct tokenizer *open_tokenizer(const char *path) {
+    char error[FILE_ERROR];
+    struct tokenizer *t = tokenizer_open(path, error, sizeof error);
+    if (!t) fail_msg("%s", error);
+    return t;
+}
+
+static const char TALE[] = "The cat sat on the mat, and the dog of the house said: \"I've seen 1234 of them!\"\n\n"
+                           "Then both of them went to the river, <|endoftext|> and there they slept until noon.\n";
+
+static void text_is_encoded_once_and_ends_with_the_end_of_text(void **state) {
+    (void)state;
+    struct tokenizer *t = open_tokenizer(TOKENIZER);
+    struct token_list ids = {0};
+    tokenizer_encode(t, TALE, sizeof TALE - 1, false, &ids);
+    write_file("text", TALE, sizeof TALE - 1);
+    struct data *d = data_open(at("text"), at("text"), t, 5, T, 1);
+    assert_int_equal(data_settle_vocab(d, 0), tokenizer_vocab(t));
+    assert_int_equal(data_windows(d, DATA_EVAL), ids.count / T);
+    int32_t tokens[T + 1];
+    for (size_t w = 0; w < ids.count / T; w++) {
+        data_read_or_fail(d, DATA_EVAL, w, tokens);
+        size_t inside = ids.count - w * T < T + 1 ? ids.count - w * T : T + 1;
+        assert_memory_equal(tokens, ids.ids + w * T, inside * sizeof *tokens);
+    }
+    char description[2048] = "", wanted[64];
+    FILE *file = fmemopen(description, sizeof description, "w");
+    data_describe(d, file);
+    fclose(file);
+    snprintf(wanted, sizeof wanted, "%zu tokens of %zu bytes of text", ids.count + 1, sizeof TALE - 1);
+    assert_contains(description, wanted);
+    data_close(d);
+
+    d = data_open(at("text"), at("text"), t, 5, (int)ids.count, 1); // one window, whose last target is the end
+    int32_t *all = malloc(sizeof *all * (ids.count + 1));
+    data_read_or_fail(d, DATA_TRAIN, 7, all);
+    assert_memory_equal(all, ids.ids, sizeof *all * ids.count);
+    assert_int_equal(all[ids.count], tokenizer_end_of_text(t));
+    free(all);
+    data_close(d);
+    free(ids.ids);
+    tokenizer_close(t);
+}
+
+// The same tales as in bytes, from the same random states.
+static void stories_are_encoded_by_the_tokenizer(void **state) {
+    (void)state;
+    enum { LONG = 4000 };
+    struct tokenizer *t = open_tokenizer(TOKENIZER);
+    struct data *encoded = data_open("stories", NULL, t, 5, LONG, 1),
+                *bytes = data_open("stories", NULL, NULL, 5, LONG, 1);
+    assert_int_equal(data_settle_vocab(encoded, 0), tokenizer_vocab(t));
+    static int32_t ids[LONG + 1], byte_ids[LONG + 1];
+    int same = 0;
+    for (uint64_t s = 0; s < 40; s++) {
+        data_read_or_fail(encoded, DATA_TRAIN, s, ids);
+        data_read_or_fail(bytes, DATA_TRAIN, s, byte_ids);
+        char *told = calloc(1, tokenizer_decode_room(t, ids, LONG) + 1), plain[LONG + 1];
+        size_t length = tokenizer_decode(t, told, tokenizer_decode_room(t, ids, LONG), ids, LONG);
+        assert_true(length > LONG); // most tokens are more than one byte
+        for (int i = 0; i < LONG; i++) plain[i] = byte_ids[i] == 256 ? '\n' : (char)byte_ids[i];
+        same += memcmp(told, plain, LONG) == 0; // where both begin with a story
+        free(told);
+    }
+    assert_in_range(same, 10, 30); // half of 40, three standard deviations around it
+    data_close(encoded);
+    data_close(bytes);
+    tokenizer_close(t);
+}
+
+static void the_byte_tokenizer_is_none(void **state) {
+    (void)state;
+    struct tokenizer *t = tokenizer_open_bytes();
+    write_file("text", TALE, sizeof TALE - 1);
+    const char *specs[] = {"stories", at("text")};
+    for (int k = 0; k < 2; k++) {
+        struct data *with = data_open(specs[k], NULL, t, 5, T, 1), *without = data_open(specs[k], NULL, NULL, 5, T, 1);
+        assert_int_equal(data_settle_vocab(with, 0), 257);
+        for (uint64_t s = 0; s < 20; s++) {
+            int32_t a[T + 1], b[T + 1];
+            data_read_or_fail(with, DATA_TRAIN, s, a);
+            data_read_or_fail(without, DATA_TRAIN, s, b);
+            assert_memory_equal(a, b, sizeof a);
+        }
+        data_close(with);
+        data_close(without);
+    }
+    tokenizer_close(t);
+}
+
 // ---- vocabularies ----
 
 static int settled(const char *spec, const char *eval_spec, int wanted) {
@@ -249,6 +344,14 @@ static void the_vocabulary_is_that_of_the_header_or_a_common_one(void **state) {
     assert_int_equal(settled("stories", NULL, 0), 257);
     assert_int_equal(settled(at("two.bin"), NULL, 90), 90); // the header says nothing: reading will tell
     assert_int_equal(settled(at("header.bin"), NULL, 1024), 1024);
+    struct tokenizer *t = open_tokenizer(TOKENIZER);
+    struct data *two = data_open(at("two.bin"), NULL, t, 5, T, 1),
+                *header = data_open(at("header.bin"), NULL, t, 5, T, 1);
+    assert_int_equal(data_settle_vocab(two, 0), tokenizer_vocab(t));
+    assert_int_equal(data_settle_vocab(header, 0), 1000);
+    data_close(two);
+    data_close(header);
+    tokenizer_close(t);
 }
 
 // ---- errors ----
@@ -256,15 +359,16 @@ static void the_vocabulary_is_that_of_the_header_or_a_common_one(void **state) {
 struct call {
     const char *spec, *eval_spec;
     int vocab;
-    const char *cut; // NULL, or the file that loses its last byte after opening
+    const char *changed; // NULL, or the file that gets another size after opening
+    off_t size;
+    const struct tokenizer *tokenizer;
 };
 
 static void read_all(void *argument) {
     const struct call *c = argument;
-    struct data *d = data_open(c->spec, c->eval_spec, NULL, 5, T, 1);
+    struct data *d = data_open(c->spec, c->eval_spec, c->tokenizer, 5, T, 1);
     data_settle_vocab(d, c->vocab);
-    struct stat status;
-    if (c->cut && (stat(c->cut, &status) != 0 || truncate(c->cut, status.st_size - 1) != 0)) _exit(9);
+    if (c->changed && truncate(c->changed, c->size) != 0) _exit(9);
     int32_t tokens[T + 1];
     for (uint64_t i = 0; i < data_windows(d, DATA_TRAIN); i++) data_read_or_fail(d, DATA_TRAIN, i, tokens);
 }
@@ -341,11 +445,35 @@ static void a_vocabulary_below_that_of_the_data_is_refused(void **state) {
                    WORDS("--vocab: found 999, wanted at least 1000", "--eval-data", at("h.bin")));
 }
 
-static void a_shard_cut_during_the_run_is_noticed(void **state) {
+static void a_file_that_changes_during_the_run_is_noticed(void **state) {
     (void)state;
     write_stream();
-    assert_refused((struct call){.spec = at("s*.bin"), .cut = at("s2.bin")},
+    assert_refused((struct call){.spec = at("s*.bin"), .changed = at("s2.bin"), .size = 1033},
                    WORDS(at("s2.bin"), "found 1033 bytes, wanted the 1034", "do not change it during a run"));
+    write_file("text", TALE, sizeof TALE - 1);
+    assert_refused((struct call){.spec = at("text"), .changed = at("text"), .size = 1000}, // longer is another one too
+                   WORDS(at("text"), "found 1000 bytes, wanted the", "do not change it during a run"));
+}
+
+static void text_that_the_tokenizer_cannot_take_is_refused(void **state) {
+    (void)state;
+    size_t bytes;
+    char *json = read_bytes(TOKENIZER, &bytes);
+    for (char *name; (name = strstr(json, "<|endoftext|>"));) memcpy(name, "<|something|>", 13);
+    write_file("tokenizer.json", json, bytes);
+    free(json);
+    struct tokenizer *none = open_tokenizer(at("tokenizer.json")), *t = open_tokenizer(TOKENIZER);
+    write_file("text", TALE, sizeof TALE - 1);
+    assert_refused((struct call){.spec = at("text"), .tokenizer = none},
+                   WORDS(at("text"), "names no end of text", "eos_token"));
+    assert_refused((struct call){.spec = "stories", .tokenizer = none}, WORDS("names no end of text"));
+    assert_int_equal(truncate(at("text"), (1 << 30) + 1), 0);
+    assert_refused((struct call){.spec = at("text"), .tokenizer = t},
+                   WORDS(at("text"), "found 1073741825 bytes", "at most 1073741824", "./tokenize"));
+    assert_refused((struct call){.spec = "stories", .tokenizer = t, .vocab = 257},
+                   WORDS("--vocab: found 257, wanted at least", "stories"));
+    tokenizer_close(none);
+    tokenizer_close(t);
 }
 
 static void a_failed_read_is_returned(void **state) {
@@ -375,13 +503,17 @@ int main(void) {
         TEST(a_file_named_like_a_pattern_is_itself),
         TEST(more_shards_than_files_may_be_open_by_default),
         TEST(description_counts_shards_and_tokens),
+        TEST(text_is_encoded_once_and_ends_with_the_end_of_text),
+        TEST(stories_are_encoded_by_the_tokenizer),
+        TEST(the_byte_tokenizer_is_none),
         TEST(the_vocabulary_is_that_of_the_header_or_a_common_one),
         TEST(patterns_without_a_match_are_refused),
         TEST(matches_that_are_no_shards_are_refused_by_name),
         TEST(shards_of_two_tokenizers_are_refused),
         TEST(ids_above_the_vocabulary_name_file_and_position),
         TEST(a_vocabulary_below_that_of_the_data_is_refused),
-        TEST(a_shard_cut_during_the_run_is_noticed),
+        TEST(a_file_that_changes_during_the_run_is_noticed),
+        TEST(text_that_the_tokenizer_cannot_take_is_refused),
         TEST(a_failed_read_is_returned),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -62,6 +62,7 @@ static void files_of_llmc_are_read(void **state) {
         }
         int32_t one[2];
         assert_false(token_file_read(&f, COUNT, 1, 0, one, error, sizeof error));
+        assert_contains(error, "asked for 1 ids from 9000 on, where there are 9000");
         assert_false(token_file_read(&f, UINT64_MAX, 2, 0, one, error, sizeof error));
         assert_true(token_file_check(&f, error, sizeof error));
         token_file_close(&f);
