@@ -25,13 +25,14 @@ CPU    = build/cpu
 DOUBLE = build/double
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train run test test-programs test-full test-sanitized bench-cpu detect format clean
+.PHONY: help setup train tokenize run test test-programs test-full test-sanitized bench-cpu detect format clean
 
 help:
 	@echo "mok.c targets:"
 	@echo "  make run        install what is missing, build, train the tiny preset on built-in stories, sample from it"
 	@echo "  make test       install what is missing, build and run the tests (no GPU needed)"
-	@echo "  make train      build ./train"
+	@echo "  make train      build ./train and ./tokenize"
+	@echo "  make tokenize   build ./tokenize, which makes token shards and multiple-choice files"
 	@echo "  make test-full  the tests again under the address and undefined-behaviour sanitizers"
 	@echo "  make bench-cpu  GFLOP/s of every CPU operation beside the peak of the cores"
 	@echo "  make detect     say which compiler and libraries were found"
@@ -45,8 +46,10 @@ setup:
 detect:
 	@CC="$(CC)" MARCH="$(MARCH)" sh scripts/detect.sh
 
-train: $(CPU)/train
+train: $(CPU)/train tokenize
 	@cp -f $(CPU)/train train
+tokenize: $(CPU)/tokenize
+	@cp -f $(CPU)/tokenize tokenize
 
 RUN ?= runs/tiny
 run: setup
@@ -87,6 +90,10 @@ $(CPU)/train: $(CPU)/train.o $(CPU)/libmok.a
 	@echo "  LD  $@"
 	@$(CC) $(CFLAGS) $^ -o $@ $(LDLIBS)
 
+$(CPU)/tokenize: $(CPU)/data/tokenize.o $(CPU)/libmok.a
+	@echo "  LD  $@"
+	@$(CC) $(CFLAGS) $^ -o $@ $(LDLIBS)
+
 $(CPU)/tests/%: $(CPU)/tests/%.o $(CPU)/libmok.a
 	@echo "  LD  $@"
 	@$(CC) $(CFLAGS) $^ -o $@ -lcmocka $(LDLIBS)
@@ -98,7 +105,7 @@ TEST_PROGRAMS = $(foreach t,$(TESTS),$(if $(filter $(t),$(DOUBLE_TESTS)),$(DOUBL
 
 test: setup
 	@$(MAKE) --no-print-directory test-programs
-test-programs: $(CPU)/train $(TEST_PROGRAMS)
+test-programs: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS)
 	@COMPILE="$(CC) $(CFLAGS) -DMOK_DOUBLE" LIBS="-lcmocka $(LDLIBS)" DOUBLE=$(DOUBLE) \
 	    sh tests/run.sh $(TEST_PROGRAMS) tests/test_mistakes.sh tests/test_detect.sh
 
@@ -108,8 +115,8 @@ SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-fram
 test-full:
 	@$(MAKE) --no-print-directory CPU=build/sanitize DOUBLE=build/sanitize-double OPT=-O2 \
 	    EXTRA_CFLAGS="$(SANITIZE)" test-sanitized
-test-sanitized: $(CPU)/train $(TEST_PROGRAMS)
-	@MOK_TRAIN=$(CPU)/train ASAN_OPTIONS=detect_leaks=0 sh tests/run.sh $(TEST_PROGRAMS)
+test-sanitized: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS)
+	@MOK_TRAIN=$(CPU)/train MOK_TOKENIZE=$(CPU)/tokenize ASAN_OPTIONS=detect_leaks=0 sh tests/run.sh $(TEST_PROGRAMS)
 
 bench-cpu: $(CPU)/tests/bench_cpu
 	@$(CPU)/tests/bench_cpu
@@ -118,7 +125,7 @@ format:
 	clang-format -i train.c */*.c */*.h */*/*.c */*/*.h
 
 clean:
-	rm -rf build train
+	rm -rf build train tokenize
 
 .SECONDARY:
 -include $(shell find build -name '*.d' 2>/dev/null)
