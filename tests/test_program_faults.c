@@ -238,6 +238,8 @@ static void lose_and_append(const char *data, size_t bytes) {
     assert_int_equal(fclose(log), 0);
 }
 
+#define LOSE_AND_APPEND(text) lose_and_append(text, sizeof text - 1) // text may hold zeros
+
 static void resume_and_check_log(void) {
     assert_runs(SHORT, "--resume", "--out", at("run"));
     assert_steps_logged("run", 1, 6);
@@ -248,17 +250,17 @@ static void what_is_no_line_of_a_log_goes(void **state) {
     static char zeros[5000], megabyte[1 << 20];
     memset(megabyte, 'x', sizeof megabyte);
     assert_runs(SHORT, "--out", at("run"));
-    lose_and_append("{\"step\":7,\"lo", 13); // torn
+    LOSE_AND_APPEND("{\"step\":7,\"lo"); // torn
     resume_and_check_log();
     lose_and_append(zeros, sizeof zeros); // what a file system may leave after a loss of power
     resume_and_check_log();
-    lose_and_append("\0\0{\"step\":2,\"loss\":1}\n", 22);
+    LOSE_AND_APPEND("\0\0{\"step\":2,\"loss\":1}\n");
     resume_and_check_log();
-    lose_and_append("{\"step\":2,\"loss\":1}\0\n", 21); // what follows must not join this line
+    LOSE_AND_APPEND("{\"step\":2,\"loss\":1}\0\n"); // what follows must not join this line
     resume_and_check_log();
-    lose_and_append("{\"step\":2,\"loss\":1} {\"step\":3}\n", 31);
+    LOSE_AND_APPEND("{\"step\":2,\"loss\":1} {\"step\":3}\n");
     resume_and_check_log();
-    lose_and_append("{\"step\":-1,\"loss\":1}\n[2]\n\n{\"step\":\"2\",\"loss\":1}\n\"step\"\n{\"loss\":1}\n", 68);
+    LOSE_AND_APPEND("{\"step\":-1,\"loss\":1}\n[2]\n\n{\"step\":\"2\",\"loss\":1}\n\"step\"\n{\"loss\":1}\n");
     resume_and_check_log();
     lose_and_append(megabyte, sizeof megabyte);
     resume_and_check_log();
@@ -285,7 +287,7 @@ static void long_lines_of_earlier_steps_stay(void **state) {
 static void zeros_within_the_log_cost_their_line_only(void **state) {
     (void)state;
     assert_runs(SHORT, "--out", at("run"));
-    lose_and_append("", 0);
+    LOSE_AND_APPEND("");
     char *log = read_text("run/log.jsonl"), *second = strchr(log, '\n') + 1;
     size_t bytes = strlen(log);
     memset(second + 4, 0, 10);
@@ -303,7 +305,7 @@ static void zeros_within_the_log_cost_their_line_only(void **state) {
 static void missing_log_begins_anew(void **state) {
     (void)state;
     assert_runs(SHORT, "--out", at("run"));
-    lose_and_append("", 0);
+    LOSE_AND_APPEND("");
     assert_int_equal(remove(at("run/log.jsonl")), 0);
     assert_runs(SHORT, "--resume", "--out", at("run"));
     assert_steps_logged("run", 4, 6);
@@ -312,7 +314,7 @@ static void missing_log_begins_anew(void **state) {
 static void log_that_is_a_folder_is_refused(void **state) {
     (void)state;
     assert_runs(SHORT, "--out", at("run"));
-    lose_and_append("", 0);
+    LOSE_AND_APPEND("");
     assert_int_equal(remove(at("run/log.jsonl")), 0);
     assert_int_equal(mkdir(at("run/log.jsonl"), 0777), 0);
     assert_refused(SHORT, "--resume", "--out", at("run"));
