@@ -207,8 +207,16 @@ static void trainer_json_that_lies_makes_a_checkpoint_incomplete(void **state) {
     strcpy(strstr(whole, "\"hash\": \"") + 9, "0x23456789abcdef\"}}");
     write_hashed("step-00000001/trainer.json", whole);
     assert_false(checkpoint_newest(root, path, sizeof path, NULL));
-    write_file("step-00000001/trainer.json", "{\"format_version\": 2}", 21);
-    assert_false(checkpoint_newest(root, path, sizeof path, NULL));
+    const char *unhashed[] = {"{\"format_version\":2}", "{\"format_version\":2,\"hash\":\"\"}",
+                              "{\"format_version\":2,\"files\":{},\"hash\":12345678901234567890}"};
+    for (int i = 0; i < 3; i++) {
+        write_file("step-00000001/trainer.json", unhashed[i], strlen(unhashed[i]));
+        FILE *log = open_memstream(&text, &bytes);
+        assert_false(checkpoint_newest(root, path, sizeof path, log));
+        fclose(log);
+        assert_contains(text, "found no hash, wanted it as the last member");
+        free(text);
+    }
     free(whole);
     free(good);
     model_free(&a);
