@@ -116,7 +116,7 @@ test-full:
 	@$(MAKE) --no-print-directory CPU=build/sanitize DOUBLE=build/sanitize-double OPT=-O2 \
 	    EXTRA_CFLAGS="$(SANITIZE)" test-sanitized
 test-sanitized: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS)
-	@MOK_TRAIN=$(CPU)/train MOK_TOKENIZE=$(CPU)/tokenize ASAN_OPTIONS=detect_leaks=0 sh tests/run.sh $(TEST_PROGRAMS)
+	@MOK_LONG=1 MOK_TRAIN=$(CPU)/train MOK_TOKENIZE=$(CPU)/tokenize ASAN_OPTIONS=detect_leaks=0 sh tests/run.sh $(TEST_PROGRAMS)
 
 bench-cpu: $(CPU)/tests/bench_cpu
 	@$(CPU)/tests/bench_cpu

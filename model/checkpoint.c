@@ -396,10 +396,9 @@ void checkpoint_remove_all(const char *run_folder) { for_every_folder(run_folder
 static void mend_one(const char *path, void *run_folder) {
     char folder[FILE_PATH], error[FILE_ERROR];
     const char *name = strrchr(path, '/') + 1;
-    struct stat info;
     if (step_of_name(name) >= 0) return;
     file_path(folder, run_folder, name + 5);
-    bool returned = is_hidden(name, ".old-") && lstat(folder, &info) != 0 && rename(path, folder) == 0;
+    bool returned = is_hidden(name, ".old-") && rename(path, folder) == 0; // fails where the new one has the name
     if (!returned && !file_remove_folder(path, error, sizeof error)) fail_warn("checkpoint", "%s", error);
 }
 

@@ -153,6 +153,9 @@ static void a_run_is_a_log_with_a_line_or_any_checkpoint(void **state) {
     assert_int_equal(mkdir(at("run/log.jsonl"), 0777), 0);
     assert_refused("--out: found a run in ");
     assert_int_equal(rmdir(at("run/log.jsonl")), 0);
+    assert_int_equal(symlink("/dev/null", at("run/log.jsonl")), 0); // whose size says nothing
+    assert_refused("--out: found a run in ");
+    assert_int_equal(remove(at("run/log.jsonl")), 0);
     assert_int_equal(mkdir(at("run/step-00000001"), 0777), 0); // broken, but someone's
     assert_refused("--out: found a run in ");
     options.resume = true;
