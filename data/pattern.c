@@ -275,7 +275,9 @@ static bool take_single(struct translator *t) {
         return true;
     }
     unsigned character;
-    if (strchr("?*+{", *t->at) && *t->at) return refuse(t, "found %c without something to repeat in a pattern", *t->at);
+    if (strchr("?*+{", *t->at) && *t->at)
+        return refuse(t, "found %c without something to repeat in a pattern, wanted \\%c for the character", *t->at,
+                      *t->at);
     if (!(take(t, "\\") ? take_escaped_character(t, &character) : take_character(t, &character))) return false;
     emit(t, "\\x{%x}", character);
     return true;

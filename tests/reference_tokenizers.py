@@ -141,9 +141,52 @@ def nasty_texts():
     return texts + SENTENCES
 
 
+# ---- other ways to cut words, with the vocabulary of gpt2 ----
+
+CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s*[\r\n]|\s+(?!\S)|\s+"
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS = [CL100K, O200K, r"\p{N}{3}", r"(?=(\d{3})+(?!\d))", r"x*", r"(?<=[a-e])\S|(?<!\d)\d", r"^\s+|\s+$", r".+", r"\D+?\d"]
+PATTERNS += [r"[\p{Han}\p{^L}]+|\P{^Ll}", r"[^\S\n]+", r"\A.|.\z|\x41-\u0042\x{43}", r"(?>a|ab)c|\n{2,}|(o|e){1,2}?", r"[-a&~\-^]|[\]\[{}]"]
+
+
+def variants():
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    steps = [bytes_only, pre_tokenizers.ByteLevel(add_prefix_space=True)]
+    steps += [pre_tokenizers.Sequence([pre_tokenizers.Digits(individual), words]) for individual in (False, True)]
+    steps += [pre_tokenizers.Sequence([isolated(p), bytes_only]) for p in PATTERNS]
+    for pattern in ("a", " ", "[", "1"):
+        steps.append(pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), words]))
+    for invert in (False, True):
+        split = pre_tokenizers.Split(Regex(r"[\p{L}\d]+"), "removed", invert)
+        steps.append(pre_tokenizers.Sequence([split, words]))
+    steps.append(pre_tokenizers.Sequence([isolated(r"\p{N}"), pre_tokenizers.ByteLevel(add_prefix_space=True)]))
+    return steps
+
+
+VARIANT_TEXTS = ["The child didn't know, THEY'LL wait 12345 67.\r\n\r\n  abc acxx\u3000y xxx x", "\u180e \x85a\xa0b\t c\n \n\nd  "]
+VARIANT_TEXTS += ["ВЕТЕР дул над Холмом №1234567", "風が丘の上を吹き、データ123。𠀀", "a-b[c]{d}^e&&f~g|ABC A-BC", "e\u0301ǅ ſ'ſ İi ß 1 ٢٣٤٥", "\n x\n", "1"]
+
+
+def variant_entries(tokenizer):
+    for steps in variants():
+        tokenizer.pre_tokenizer = steps
+        texts = [{"text": t.encode("utf-8").hex(), "ids": tokenizer.encode(t).ids} for t in VARIANT_TEXTS]
+        yield {"pre_tokenizer": json.loads(tokenizer.to_str())["pre_tokenizer"], "texts": texts}
+
+
+def write_lines(file, name, entries):
+    file.write(f'"{name}":[\n' + ",\n".join(json.dumps(e, separators=(",", ":")) for e in entries) + "\n]")
+
+
 def make():
     reference = []
-    for name, tokenizer in vocabularies().items():
+    trained = vocabularies()
+    for name, tokenizer in trained.items():
         for text in nasty_texts():
             ids = {}
             for special in (True, False):
@@ -152,9 +195,13 @@ def make():
             # JSON strings of the C reader end at the first zero, so the texts are hexadecimal.
             entry = {"tokenizer": name, "text": text.encode("utf-8").hex(), "special": ids[True]}
             reference.append(entry if ids[True] == ids[False] else {**entry, "plain": ids[False]})
-    lines = ",\n".join(json.dumps(r, separators=(",", ":")) for r in reference)
-    (REFERENCE / "tokenizers.json").write_text(f'{{"texts":[\n{lines}\n]}}\n', encoding="utf-8")
-    print(f"{len(reference)} texts")
+    with open(REFERENCE / "tokenizers.json", "w", encoding="utf-8") as file:
+        file.write("{")
+        write_lines(file, "texts", reference)
+        file.write(",\n")
+        write_lines(file, "variants", variant_entries(trained["gpt2"]))
+        file.write("}\n")
+    print(f"{len(reference)} texts, {len(variants())} other ways to cut words")
 
 
 # ---- comparing ----

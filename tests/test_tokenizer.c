@@ -1,0 +1,866 @@
+// The tokenizer room: ids against Hugging Face's tokenizers (tests/reference_tokenizers.py computed them), words against
+// merging done the slow way, round trips, broken files. Run from the root of the repository.
+#include "tests/folder.h"
+#include "tests/test.h"
+
+#include <cjson/cJSON.h>
+#include <pthread.h>
+
+#include "data/added_tokens.h"
+#include "data/bpe.h"
+#include "data/files.h"
+#include "data/pattern.h"
+#include "data/tokenizer.h"
+#include "kernels/clock.h"
+
+static const char *const NAMES[] = {"gpt2", "llama3", "deepseek"};
+enum { VOCABULARIES = 3, GPT2 = 0, LLAMA3 = 1, DEEPSEEK = 2 };
+
+static struct tokenizer *trained[VOCABULARIES];
+
+static const char *reference_path(const char *name) {
+    static char path[128];
+    snprintf(path, sizeof path, "tests/reference/tokenizer_%s.json", name);
+    return path;
+}
+
+static struct tokenizer *open_or_fail(const char *path) {
+    char error[FILE_ERROR] = "";
+    struct tokenizer *t = tokenizer_open(path, error, sizeof error);
+    if (!t) fail_msg("%s", error);
+    return t;
+}
+
+static int open_trained(void **state) {
+    (void)state;
+    for (int v = 0; v < VOCABULARIES; v++) trained[v] = open_or_fail(reference_path(NAMES[v]));
+    return 0;
+}
+
+static int close_trained(void **state) {
+    (void)state;
+    for (int v = 0; v < VOCABULARIES; v++) tokenizer_close(trained[v]);
+    return 0;
+}
+
+static struct token_list encode(const struct tokenizer *t, const char *text, size_t bytes, bool special) {
+    struct token_list ids = {0};
+    tokenizer_encode(t, text, bytes, special, &ids);
+    return ids;
+}
+
+// ---- against Hugging Face ----
+
+static cJSON *read_reference(const char *name) {
+    char error[FILE_ERROR] = "";
+    cJSON *json = file_read_json("tests/reference/tokenizers.json", error, sizeof error);
+    if (!json) fail_msg("%s", error);
+    cJSON *list = cJSON_DetachItemFromObjectCaseSensitive(json, name);
+    assert_true(cJSON_GetArraySize(list) > 0);
+    cJSON_Delete(json);
+    return list;
+}
+
+static size_t read_hexadecimal(const char *digits, char *text, size_t capacity) {
+    size_t bytes = strlen(digits) / 2;
+    assert_true(bytes <= capacity);
+    for (size_t i = 0; i < bytes; i++) {
+        unsigned byte;
+        assert_int_equal(sscanf(digits + 2 * i, "%2x", &byte), 1);
+        text[i] = (char)(unsigned char)byte;
+    }
+    return bytes;
+}
+
+static void compare_ids(const char *name, const struct tokenizer *t, const cJSON *entry, bool special,
+                        const cJSON *wanted) {
+    char text[4096];
+    size_t bytes = read_hexadecimal(cJSON_GetObjectItem(entry, "text")->valuestring, text, sizeof text);
+    struct token_list ids = encode(t, text, bytes, special);
+    const cJSON *id;
+    size_t i = 0;
+    cJSON_ArrayForEach(id, wanted) {
+        if (i >= ids.count || ids.ids[i] != id->valueint)
+            fail_msg("%s, \"%.*s\", special %d: id %zu of %zu is %d, wanted %d", name, (int)bytes, text, special, i,
+                     ids.count, i < ids.count ? ids.ids[i] : -1, id->valueint);
+        i++;
+    }
+    if (i != ids.count) fail_msg("%s, \"%.*s\": %zu ids, wanted %zu", name, (int)bytes, text, ids.count, i);
+    free(ids.ids);
+}
+
+static void ids_are_those_of_hugging_face(void **state) {
+    (void)state;
+    cJSON *texts = read_reference("texts"), *entry;
+    int compared = 0;
+    cJSON_ArrayForEach(entry, texts) {
+        const char *name = cJSON_GetObjectItem(entry, "tokenizer")->valuestring;
+        const cJSON *special = cJSON_GetObjectItem(entry, "special"), *plain = cJSON_GetObjectItem(entry, "plain");
+        for (int v = 0; v < VOCABULARIES; v++) {
+            if (strcmp(name, NAMES[v]) != 0) continue;
+            compare_ids(name, trained[v], entry, true, special);
+            compare_ids(name, trained[v], entry, false, plain ? plain : special);
+            compared++;
+        }
+    }
+    assert_int_equal(compared, cJSON_GetArraySize(texts));
+    cJSON_Delete(texts);
+}
+
+// The vocabulary of gpt2 with one member of the file replaced. Takes over value.
+static void write_changed(const char *file, const char *member, cJSON *value) {
+    char error[FILE_ERROR] = "";
+    cJSON *json = file_read_json(reference_path("gpt2"), error, sizeof error);
+    assert_non_null(json);
+    assert_true(cJSON_ReplaceItemInObjectCaseSensitive(json, member, value));
+    if (!file_write_json(at(file), json, error, sizeof error)) fail_msg("%s", error);
+    cJSON_Delete(json);
+}
+
+static void other_ways_to_cut_words_are_those_of_hugging_face(void **state) {
+    (void)state;
+    cJSON *variants = read_reference("variants"), *variant, *entry;
+    cJSON_ArrayForEach(variant, variants) {
+        cJSON *steps = cJSON_GetObjectItem(variant, "pre_tokenizer");
+        write_changed("variant.json", "pre_tokenizer", cJSON_Duplicate(steps, true));
+        struct tokenizer *t = open_or_fail(at("variant.json"));
+        char *name = cJSON_PrintUnformatted(steps);
+        cJSON_ArrayForEach(entry, cJSON_GetObjectItem(variant, "texts"))
+            compare_ids(name, t, entry, true, cJSON_GetObjectItem(entry, "ids"));
+        assert_true(tokenizer_hash(t) != tokenizer_hash(trained[GPT2]));
+        cJSON_free(name);
+        tokenizer_close(t);
+    }
+    cJSON_Delete(variants);
+}
+
+// ---- round trips ----
+
+// Random characters of all lengths of UTF-8, random bytes, and pieces of words and tokens.
+static size_t make_text(uint64_t *seed, char *text, size_t capacity) {
+    static const char *const pieces[] = {"the", " child",        "'ll",     "  ",   "\r\n", "\t",
+                                         "123", "<|endoftext|>", "<think>", "日本", "ё"};
+    size_t used = 0, kinds = sizeof pieces / sizeof *pieces;
+    while (used + 20 < capacity) {
+        double choice = test_uniform(seed);
+        if (choice < 0.5) {
+            const char *piece = pieces[(size_t)(test_uniform(seed) * (double)kinds)];
+            memcpy(text + used, piece, strlen(piece));
+            used += strlen(piece);
+        } else {
+            int top = choice < 0.7 ? 0x80 : 0x100;
+            text[used++] = (char)(unsigned char)(test_uniform(seed) * top);
+        }
+    }
+    return used;
+}
+
+static void check_round_trip(const struct tokenizer *t, const char *text, size_t bytes) {
+    struct token_list ids = encode(t, text, bytes, false);
+    size_t room = tokenizer_decode_room(t, ids.ids, ids.count), sum = 0;
+    for (size_t i = 0; i < ids.count; i++) {
+        assert_true(ids.ids[i] >= 0 && ids.ids[i] < tokenizer_vocab(t));
+        assert_true(tokenizer_token_bytes(t, ids.ids[i]) > 0);
+        sum += tokenizer_token_bytes(t, ids.ids[i]);
+    }
+    assert_int_equal(sum, bytes);
+    assert_int_equal(room, bytes);
+    char *back = malloc(room + 2);
+    memset(back, '#', room + 2);
+    assert_int_equal(tokenizer_decode(t, back, room + 1, ids.ids, ids.count), bytes);
+    assert_memory_equal(back, text, bytes);
+    assert_int_equal(back[bytes], '#');
+    if (bytes > 1) { // a smaller capacity takes the beginning and writes nothing behind it
+        memset(back, '#', room + 2);
+        assert_int_equal(tokenizer_decode(t, back, bytes - 1, ids.ids, ids.count), bytes - 1);
+        assert_memory_equal(back, text, bytes - 1);
+        assert_int_equal(back[bytes - 1], '#');
+    }
+    free(back);
+    free(ids.ids);
+}
+
+static void any_bytes_come_back(void **state) {
+    (void)state;
+    struct tokenizer *bytes = tokenizer_open_bytes();
+    uint64_t seed = 3;
+    char text[600];
+    for (int i = 0; i < 400; i++) {
+        size_t n = make_text(&seed, text, (size_t)(test_uniform(&seed) * (double)sizeof text));
+        for (int v = 0; v < VOCABULARIES; v++) check_round_trip(trained[v], text, n);
+        check_round_trip(bytes, text, n);
+    }
+    tokenizer_close(bytes);
+}
+
+// What is not UTF-8 is single bytes, and the text on either side is what it would be alone.
+static void bytes_that_are_not_utf8_stand_alone(void **state) {
+    (void)state;
+    static const struct {
+        const char *text;
+        size_t bytes;
+    } broken[] = {{"\xff", 1},         {"\x80", 1},         {"\xc0\xaf", 2},
+                  {"\xe0\x9f\xbf", 3}, {"\xed\xa0\x80", 3}, {"\xf4\x90\x80\x80", 4},
+                  {"\xe3\x81", 2},     {"\xf0\x9f\x91", 3}, {"\xf8\x88", 2}};
+    for (size_t i = 0; i < sizeof broken / sizeof *broken; i++) {
+        char text[64];
+        int bytes = snprintf(text, sizeof text, "the child %s the  child", broken[i].text);
+        for (int v = 0; v < VOCABULARIES; v++) {
+            struct token_list whole = encode(trained[v], text, (size_t)bytes, true), parts = {0};
+            tokenizer_encode(trained[v], "the child ", 10, true, &parts);
+            for (size_t j = 0; j < broken[i].bytes; j++)
+                tokenizer_encode(trained[v], broken[i].text + j, 1, true, &parts);
+            tokenizer_encode(trained[v], " the  child", 11, true, &parts);
+            assert_int_equal(whole.count, parts.count);
+            assert_memory_equal(whole.ids, parts.ids, whole.count * sizeof *whole.ids);
+            free(whole.ids);
+            free(parts.ids);
+        }
+    }
+}
+
+static void special_tokens_are_read_only_when_asked_for(void **state) {
+    (void)state;
+    const char text[] = "a<|endoftext|>b";
+    struct token_list with = encode(trained[GPT2], text, strlen(text), true);
+    struct token_list without = encode(trained[GPT2], text, strlen(text), false);
+    int32_t end = tokenizer_end_of_text(trained[GPT2]);
+    assert_int_equal(end, tokenizer_find(trained[GPT2], "<|endoftext|>"));
+    assert_int_equal(with.count, 3);
+    assert_int_equal(with.ids[1], end);
+    for (size_t i = 0; i < without.count; i++) assert_int_not_equal(without.ids[i], end);
+    assert_int_equal(tokenizer_token_bytes(trained[GPT2], end), 0);
+    char back[64];
+    assert_int_equal(tokenizer_decode(trained[GPT2], back, sizeof back, with.ids, 3), 3);
+    assert_memory_equal(back, "a\nb", 3);
+    free(with.ids);
+    free(without.ids);
+
+    // A token that is not special is text, found either way; other special tokens decode to their own text.
+    int32_t think = tokenizer_find(trained[DEEPSEEK], "<think>");
+    int32_t begin = tokenizer_find(trained[DEEPSEEK], "<｜begin▁of▁sentence｜>");
+    assert_true(think >= 0 && begin >= 0);
+    without = encode(trained[DEEPSEEK], "<think>", 7, false);
+    assert_int_equal(without.count, 1);
+    assert_int_equal(without.ids[0], think);
+    assert_int_equal(tokenizer_token_bytes(trained[DEEPSEEK], think), 7);
+    const int32_t odd[] = {begin, think, -1, tokenizer_vocab(trained[DEEPSEEK]), INT32_MAX};
+    const char wanted[] = "<｜begin▁of▁sentence｜><think>???";
+    assert_int_equal(tokenizer_decode_room(trained[DEEPSEEK], odd, 5), strlen(wanted));
+    assert_int_equal(tokenizer_decode(trained[DEEPSEEK], back, sizeof back, odd, 5), strlen(wanted));
+    assert_memory_equal(back, wanted, strlen(wanted));
+    assert_int_equal(tokenizer_token_bytes(trained[DEEPSEEK], begin), 0);
+    assert_int_equal(tokenizer_token_bytes(trained[DEEPSEEK], -1), 0);
+    assert_int_equal(tokenizer_token_bytes(trained[DEEPSEEK], INT32_MAX), 0);
+    assert_int_equal(tokenizer_find(trained[DEEPSEEK], "<thin"), -1);
+    assert_int_equal(tokenizer_find(trained[DEEPSEEK], ""), -1);
+    free(without.ids);
+}
+
+static void ids_are_appended(void **state) {
+    (void)state;
+    struct token_list ids = {0};
+    for (int i = 0; i < 1000; i++) tokenizer_encode(trained[GPT2], "x", 1, false, &ids);
+    assert_int_equal(ids.count, 1000);
+    for (int i = 1; i < 1000; i++) assert_int_equal(ids.ids[i], ids.ids[0]);
+    tokenizer_encode(trained[GPT2], NULL, 0, true, &ids);
+    assert_int_equal(ids.count, 1000);
+    free(ids.ids);
+}
+
+// ---- merging ----
+
+// The pair of lowest rank, leftmost first, looked for anew after every merge; ranks by their place in a list.
+struct slow_bpe {
+    int32_t left[64], right[64], id[64];
+    int merges;
+};
+
+static size_t merge_slowly(const struct slow_bpe *s, int32_t *ids, size_t n) {
+    for (;;) {
+        int best = -1;
+        size_t place = 0;
+        for (int m = 0; m < s->merges && best < 0; m++)
+            for (size_t i = 0; i + 1 < n && best < 0; i++)
+                if (ids[i] == s->left[m] && ids[i + 1] == s->right[m]) best = m, place = i;
+        if (best < 0) return n;
+        ids[place] = s->id[best];
+        memmove(ids + place + 1, ids + place + 2, (n - place - 2) * sizeof *ids);
+        n--;
+    }
+}
+
+// A vocabulary over a and b (ids 256 and on for what is merged): many ways to build the same words.
+static void make_merges(struct bpe *b, struct slow_bpe *s, uint64_t *seed) {
+    char texts[320][40];
+    size_t lengths[320];
+    int vocab = 256;
+    bpe_create(b, 320, 320 * 40, 64);
+    *s = (struct slow_bpe){0};
+    for (int byte = 0; byte < 256; byte++) {
+        texts[byte][0] = (char)(unsigned char)byte;
+        lengths[byte] = 1;
+        bpe_add_token(b, byte, texts[byte], 1, false, true);
+        b->byte_ids[byte] = byte;
+    }
+    while (s->merges < 30) {
+        int pick[2];
+        for (int i = 0; i < 2; i++) {
+            int any = (int)(test_uniform(seed) * (vocab - 256 + 2));
+            pick[i] = any < 2 ? 'a' + any : 256 + any - 2;
+        }
+        size_t length = lengths[pick[0]] + lengths[pick[1]];
+        if (length > 39) continue;
+        bool known = false;
+        for (int m = 0; m < s->merges; m++) known = known || (s->left[m] == pick[0] && s->right[m] == pick[1]);
+        if (known) continue;
+        memcpy(texts[vocab], texts[pick[0]], lengths[pick[0]]);
+        memcpy(texts[vocab] + lengths[pick[0]], texts[pick[1]], lengths[pick[1]]);
+        int32_t id = bpe_find(b, texts[vocab], length, false);
+        if (id < 0) {
+            id = vocab++;
+            lengths[id] = length;
+            bpe_add_token(b, id, texts[id], length, false, true);
+        }
+        bpe_add_merge(b, pick[0], pick[1], id);
+        s->left[s->merges] = pick[0];
+        s->right[s->merges] = pick[1];
+        s->id[s->merges++] = id;
+    }
+    bpe_mark_whole_words(b);
+}
+
+static void merges_are_done_by_rank_and_from_the_left(void **state) {
+    (void)state;
+    uint64_t seed = 11;
+    for (int round = 0; round < 60; round++) {
+        struct bpe b;
+        struct slow_bpe s;
+        make_merges(&b, &s, &seed);
+        for (int i = 0; i < 40; i++) {
+            char word[200];
+            int32_t wanted[200];
+            // Words on either side of the length where the way of merging changes.
+            size_t n = 1 + (size_t)(test_uniform(&seed) * (i % 2 ? 199 : 20));
+            for (size_t k = 0; k < n; k++) wanted[k] = word[k] = test_uniform(&seed) < 0.6 ? 'a' : 'b';
+            size_t count = merge_slowly(&s, wanted, n);
+            struct token_list found = {0};
+            bpe_encode(&b, word, n, &found);
+            assert_int_equal(found.count, count);
+            assert_memory_equal(found.ids, wanted, count * sizeof *wanted);
+            free(found.ids);
+        }
+        bpe_close(&b);
+    }
+}
+
+// Runs without an end to the word: work that grows with the square of the length would take hours. The limit is some
+// hundred times what it takes.
+static void long_runs_are_quick(void **state) {
+    (void)state;
+    static const char *const pieces[] = {"a",  "ab", " ",       "\n",      " \n",  "1",  "!",
+                                         "風", "ё",  "e\u0301", "👩\u200d", "\xff", "'s", "\t "};
+    enum { BYTES = 1 << 18 };
+    char *text = malloc(BYTES + 16);
+    assert_non_null(text);
+    double start = clock_seconds();
+    for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++) {
+        size_t length = strlen(pieces[i]), n = 0;
+        for (; n < BYTES; n += length) memcpy(text + n, pieces[i], length);
+        text[n++] = 'x'; // something to look for in vain until the very end
+        for (int v = 0; v < VOCABULARIES; v++) {
+            struct token_list ids = encode(trained[v], text, n, true);
+            assert_int_equal(tokenizer_decode_room(trained[v], ids.ids, ids.count), n);
+            free(ids.ids);
+        }
+    }
+    double seconds = clock_seconds() - start;
+    print_message("%.2f s for %zu runs of %d KiB\n", seconds, sizeof pieces / sizeof *pieces * VOCABULARIES,
+                  BYTES >> 10);
+    assert_true(seconds < 120);
+    free(text);
+}
+
+static void *encode_in_thread(void *argument) {
+    struct token_list *ids = argument;
+    for (int i = 0; i < 200; i++) {
+        ids->count = 0;
+        tokenizer_encode(trained[LLAMA3], "The wind blew over the hill, 12345 times!\r\n\r\n 風が丘の上", 58, true,
+                         ids);
+    }
+    return NULL;
+}
+
+static void threads_share_a_tokenizer(void **state) {
+    (void)state;
+    pthread_t threads[4];
+    struct token_list ids[5] = {0};
+    for (int i = 0; i < 4; i++) assert_int_equal(pthread_create(&threads[i], NULL, encode_in_thread, &ids[i]), 0);
+    encode_in_thread(&ids[4]);
+    for (int i = 0; i < 4; i++) {
+        pthread_join(threads[i], NULL);
+        assert_int_equal(ids[i].count, ids[4].count);
+        assert_memory_equal(ids[i].ids, ids[4].ids, ids[4].count * sizeof *ids[4].ids);
+        free(ids[i].ids);
+    }
+    free(ids[4].ids);
+}
+
+// ---- patterns ----
+
+static bool compiles(const char *pattern, char error[256]) {
+    *error = 0;
+    pcre2_code *code = pattern_compile(pattern, false, error, 256);
+    pcre2_code_free(code);
+    return code != NULL;
+}
+
+// What Oniguruma and PCRE2 read differently, or only one of them.
+static void patterns_with_two_meanings_are_refused(void **state) {
+    (void)state;
+    static const char *const patterns[] = {
+        "",          "\\w+",       "\\b",        "\\h",      "\\R",      "\\X",      "\\K",         "\\1",
+        "\\G",       "(?i)a",      "(?m:.)",     "(?<n>a)",  "(?#c)",    "(?(1)a)",  "(?~a)",       "(*ACCEPT)",
+        "[a&&b]",    "[a[b]]",     "[[:L:]]",    "[]a]",     "[^]a]",    "[\\w]",    "[a-\\s]",     "[\\s-z]",
+        "[b-a]",     "[a-\\p{L}]", "a{1,2}+",    "a{2}?",    "a{,3}",    "a{",       "a**",         "a{2}{3}",
+        "*a",        "(|*)",       "\\p{",       "\\pL",     "\\p{}",    "\\p{Nix}", "\\p{sc:Han}", "\\x{110000}",
+        "\\x{d800}", "\\xff",      "\\u12",      "\\x{}",    "\\",       "[a",       "(a",          "a)",
+        "[\\",       "a\xff",      "[\xe3\x81]", "(?<=a+)b", "a{99999}", "\\p{L",
+    };
+    char error[256];
+    for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++) {
+        if (compiles(patterns[i], error)) fail_msg("%s: compiles, wanted a refusal", patterns[i]);
+        assert_contains(error, "found ");
+        assert_contains(error, ", wanted ");
+    }
+    static const char *const good[] = {"a|b", "(a(?:b)?)*+", "[^\\S\\d\\]a-z-]{2,}?", "\\p{Han}+(?!\\S)",
+                                       "\\x{10ffff}|[\\u3042]"};
+    for (size_t i = 0; i < sizeof good / sizeof *good; i++)
+        if (!compiles(good[i], error)) fail_msg("%s: %s", good[i], error);
+}
+
+static cJSON *make_split(const char *pattern) {
+    cJSON *json =
+        cJSON_Parse("{\"type\":\"Sequence\",\"pretokenizers\":[{\"type\":\"Split\",\"pattern\":{},\"behavior\":"
+                    "\"Isolated\",\"invert\":false},{\"type\":\"ByteLevel\",\"add_prefix_space\":false,"
+                    "\"use_regex\":false}]}");
+    cJSON *split = cJSON_GetArrayItem(cJSON_GetObjectItem(json, "pretokenizers"), 0);
+    cJSON_AddStringToObject(cJSON_GetObjectItem(split, "pattern"), "Regex", pattern);
+    return json;
+}
+
+// Patterns whose matching takes exponential time or a stack as deep as the text: the text still comes back whole.
+static void no_pattern_hangs(void **state) {
+    (void)state;
+    static const char *const patterns[] = {"(?:a+)+[bc]", "(?:a|a|b)*[cd]", "(?:a?){100}(?:a){100}[bc]", "(?:ab|a|b)*",
+                                           "(?=(?:a|ab|b)+$)"};
+    char text[3000];
+    for (size_t i = 0; i < sizeof text; i++) text[i] = i % 7 ? 'a' : 'b';
+    for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++) {
+        write_changed("hard.json", "pre_tokenizer", make_split(patterns[i]));
+        struct tokenizer *t = open_or_fail(at("hard.json"));
+        check_round_trip(t, text, sizeof text);
+        tokenizer_close(t);
+    }
+}
+
+// ---- broken files ----
+
+static void assert_refused(const char *file, const char *part) {
+    char error[FILE_ERROR] = "";
+    struct tokenizer *t = tokenizer_open(at(file), error, sizeof error);
+    if (t) fail_msg("opens, wanted an error with \"%s\"", part);
+    assert_contains(error, part);
+    if (strncmp(error, root, strlen(root)) != 0) fail_msg("found \"%s\", wanted it to begin with the path", error);
+    assert_null(strchr(error, '\n'));
+}
+
+// The file with the first `from` replaced by `to`.
+static char *replace(const char *text, const char *from, const char *to) {
+    const char *place = strstr(text, from);
+    if (!place) fail_msg("the file has no %s", from);
+    size_t before = (size_t)(place - text), size = strlen(text) + strlen(to) + 1;
+    char *out = malloc(size);
+    assert_non_null(out);
+    snprintf(out, size, "%.*s%s%s", (int)before, text, to, place + strlen(from));
+    return out;
+}
+
+static void hostile_files_are_refused(void **state) {
+    (void)state;
+    static const struct {
+        const char *from, *to, *error;
+    } changes[] = {
+        {"\"BPE\"", "\"Unigram\"", "found a model of type Unigram, wanted BPE"},
+        {"\"BPE\"", "\"WordPiece\"", "found a model of type WordPiece"},
+        {"\"BPE\"", "7", "(not a string)"},
+        {"\"model\":{", "\"other\":{", "no object named model"},
+        {"\"model\":{", "\"model\":null,\"other\":{", "no object named model"},
+        {"\"dropout\":null", "\"dropout\":0.1", "dropout"},
+        {"\"continuing_subword_prefix\":null", "\"continuing_subword_prefix\":\"##\"", "continuing_subword_prefix"},
+        {"\"end_of_word_suffix\":null", "\"end_of_word_suffix\":\"</w>\"", "end_of_word_suffix"},
+        {"\"byte_fallback\":false", "\"byte_fallback\":true", "byte_fallback"},
+        {"\"ignore_merges\":false", "\"ignore_merges\":[]", "ignore_merges"},
+        {"\"normalizer\":null", "\"normalizer\":{\"type\":\"NFC\"}", "normalizer NFC"},
+        {"\"normalizer\":null", "\"normalizer\":{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Lowercase\"}]}",
+         "normalizer Lowercase"},
+        {"\"normalizer\":null", "\"normalizer\":{}", "normalizer (no type)"},
+        {"\"normalizer\":null", "\"normalizer\":\"NFC\"", "normalizer (no type)"},
+        {"\"decoder\":{\"type\":\"ByteLevel\"", "\"decoder\":{\"type\":\"Metaspace\"", "decoder Metaspace"},
+        {"\"decoder\":{", "\"decoder\":null,\"x\":{", "decoder (none)"},
+        {"\"pre_tokenizer\":{\"type\":\"ByteLevel\"", "\"pre_tokenizer\":{\"type\":\"Metaspace\"", "found Metaspace"},
+        {"\"pre_tokenizer\":{", "\"pre_tokenizer\":null,\"x\":{", "no ByteLevel in pre_tokenizer"},
+        {"\"pre_tokenizer\":{", "\"pre_tokenizer\":{\"type\":\"Sequence\"},\"x\":{", "without pretokenizers"},
+        {"\"use_regex\":true", "\"use_regex\":\"yes\"", "use_regex"},
+        {"\"!\":1,", "", "no token for the byte 33"},
+        {"\"!\":1,", "\"!\":2,", "the id 2 twice"},
+        {"\"!\":1,", "\"!\":1,\"!\":1499999,", "the token ! twice"},
+        {"\"!\":1,", "\"!\":2147483648,", "id of the token ! outside 0 to 16777215"},
+        {"\"!\":1,", "\"!\":16777216,", "outside"},
+        {"\"!\":1,", "\"!\":-1,", "outside"},
+        {"\"!\":1,", "\"!\":1.5,", "outside"},
+        {"\"!\":1,", "\"!\":1e300,", "outside"},
+        {"\"!\":1,", "\"!\":\"1\",", "outside"},
+        {"\"!\":1,", "\"!\":null,", "outside"},
+        {"\"vocab\":{", "\"vocab\":[],\"x\":{", "vocab"},
+        {"\"merges\":[", "\"merges\":{},\"x\":[", "merges"},
+        {"\"merges\":[", "\"merges\":[\"! qqqqq\",", "found ! and qqqqq to merge (0 of merges)"},
+        {"\"merges\":[", "\"merges\":[\"! \\\"\",", "to merge"}, // both are tokens, but not !"
+        {"\"merges\":[", "\"merges\":[\"日 本\",", "to merge"},
+        {"\"merges\":[", "\"merges\":[\"! \",", "to merge"},
+        {"\"merges\":[", "\"merges\":[\"a b c\",", "at 0 of merges"},
+        {"\"merges\":[", "\"merges\":[\"ab\",", "at 0 of merges"},
+        {"\"merges\":[", "\"merges\":[7,", "at 0 of merges"},
+        {"\"merges\":[", "\"merges\":[[\"a\"],", "at 0 of merges"},
+        {"\"merges\":[", "\"merges\":[[\"a\",1],", "at 0 of merges"},
+        {"\"added_tokens\":[", "\"added_tokens\":{},\"x\":[", "added_tokens"},
+        {"\"added_tokens\":[", "\"added_tokens\":[3,", "added token without content"},
+        {"\"added_tokens\":[", "\"added_tokens\":[{\"id\":9000,\"content\":\"\"},", "added token without content"},
+        {"\"added_tokens\":[", "\"added_tokens\":[{\"content\":\"<x>\"},", "id of the added token <x>"},
+        {"\"added_tokens\":[", "\"added_tokens\":[{\"id\":99999999999,\"content\":\"<x>\"},",
+         "id of the added token <x>"},
+        {"\"added_tokens\":[", "\"added_tokens\":[{\"id\":5,\"content\":\"<x>\"},", "the id 5 of the added token <x>"},
+        {"\"added_tokens\":[", "\"added_tokens\":[{\"id\":0,\"content\":\"<x>\"},", "the id 0 for the added tokens"},
+        {"\"added_tokens\":[", "\"added_tokens\":[{\"id\":9000,\"content\":\"<|endoftext|>\"},", "<|endoftext|> twice"},
+        {"\"added_tokens\":[", "\"added_tokens\":[{\"id\":9000,\"content\":\"!\"},", "wanted one id"},
+        {"\"added_tokens\":[", "\"added_tokens\":[{\"id\":9000,\"content\":\"<x>\",\"special\":1},", "special"},
+        {"\"lstrip\":false", "\"lstrip\":true", "lstrip"},
+        {"\"rstrip\":false", "\"rstrip\":true", "rstrip"},
+        {"\"single_word\":false", "\"single_word\":true", "single_word"},
+    };
+    size_t bytes;
+    char *text = read_bytes(reference_path("gpt2"), &bytes);
+    for (size_t i = 0; i < sizeof changes / sizeof *changes; i++) {
+        char *changed = replace(text, changes[i].from, changes[i].to);
+        write_file("tokenizer.json", changed, strlen(changed));
+        free(changed);
+        assert_refused("tokenizer.json", changes[i].error);
+    }
+    free(text);
+}
+
+static void wrong_ways_to_cut_words_are_refused(void **state) {
+    (void)state;
+#define BYTE_LEVEL  "{\"type\":\"ByteLevel\",\"add_prefix_space\":false}"
+#define SPLIT(rest) "{\"type\":\"Sequence\",\"pretokenizers\":[{\"type\":\"Split\"," rest "}," BYTE_LEVEL "]}"
+    static const char *const steps[][2] = {
+        {"{\"type\":\"Sequence\",\"pretokenizers\":[" BYTE_LEVEL ",{\"type\":\"Digits\"}]}", "Digits behind ByteLevel"},
+        {"{\"type\":\"Sequence\",\"pretokenizers\":[" BYTE_LEVEL "," BYTE_LEVEL "]}", "ByteLevel behind ByteLevel"},
+        {"{\"type\":\"Sequence\",\"pretokenizers\":[]}", "no ByteLevel"},
+        {"{\"type\":\"Sequence\",\"pretokenizers\":[3]}", "(no type)"},
+        {"{\"type\":\"Digits\",\"individual_digits\":true}", "no ByteLevel"},
+        {SPLIT("\"behavior\":\"Isolated\""), "a Regex or String pattern"},
+        {SPLIT("\"pattern\":\"a\",\"behavior\":\"Isolated\""), "a Regex or String pattern"},
+        {SPLIT("\"pattern\":{\"Regex\":1},\"behavior\":\"Isolated\""), "a Regex or String pattern"},
+        {SPLIT("\"pattern\":{\"String\":\"\"},\"behavior\":\"Isolated\""), "a pattern of 0 bytes"},
+        {SPLIT("\"pattern\":{\"Regex\":\"a\"},\"behavior\":\"MergedWithNext\""), "MergedWithNext"},
+        {SPLIT("\"pattern\":{\"Regex\":\"a\"}"), "behavior (no string)"},
+        {SPLIT("\"pattern\":{\"Regex\":\"(a\"},\"behavior\":\"Isolated\""), "does not compile"},
+        {SPLIT("\"pattern\":{\"Regex\":\"a\"},\"behavior\":\"Removed\",\"invert\":3"), "invert"},
+    };
+    for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
+        cJSON *json = cJSON_Parse(steps[i][0]);
+        assert_non_null(json);
+        write_changed("tokenizer.json", "pre_tokenizer", json);
+        assert_refused("tokenizer.json", steps[i][1]);
+    }
+    cJSON *many = cJSON_Parse("{\"type\":\"Sequence\",\"pretokenizers\":[]}");
+    for (int i = 0; i < 40; i++)
+        cJSON_AddItemToArray(cJSON_GetObjectItem(many, "pretokenizers"), cJSON_Parse("{\"type\":\"Digits\"}"));
+    write_changed("tokenizer.json", "pre_tokenizer", many);
+    assert_refused("tokenizer.json", "more than 32 steps");
+
+    char *long_pattern = calloc(1 << 20, 1);
+    memset(long_pattern, '(', (1 << 20) - 1);
+    write_changed("tokenizer.json", "pre_tokenizer", make_split(long_pattern));
+    assert_refused("tokenizer.json", "found a pattern of 1048575 bytes");
+    long_pattern[10000] = 0;
+    write_changed("tokenizer.json", "pre_tokenizer", make_split(long_pattern));
+    assert_refused("tokenizer.json", "does not compile");
+    free(long_pattern);
+}
+
+static void truncated_and_deep_files_are_refused(void **state) {
+    (void)state;
+    size_t bytes;
+    char *text = read_bytes(reference_path("llama3"), &bytes);
+    for (size_t cut = 0; cut + 2 < bytes; cut += cut < 1500 ? 31 : 997) {
+        write_file("tokenizer.json", text, cut);
+        assert_refused("tokenizer.json", "found no JSON");
+    }
+    free(text);
+    enum { DEEP = 1000000 };
+    char *deep = malloc(DEEP + 32);
+    assert_non_null(deep);
+    size_t start = (size_t)sprintf(deep, "{\"pre_tokenizer\":");
+    memset(deep + start, '[', DEEP);
+    write_file("tokenizer.json", deep, start + DEEP);
+    assert_refused("tokenizer.json", "found no JSON");
+    free(deep);
+    write_file("tokenizer.json", "{}", 2);
+    assert_refused("tokenizer.json", "no object named model");
+    unlink(at("tokenizer.json"));
+    assert_refused("tokenizer.json", "No such file");
+    assert_int_equal(mkdir(at("folder"), 0777), 0);
+    assert_refused("folder", "folder/tokenizer.json: No such file");
+}
+
+// A token of 64 KiB and more, and the largest id: refused or read, without gigabytes.
+static void large_tokens_and_ids(void **state) {
+    (void)state;
+    size_t bytes;
+    char *text = read_bytes(reference_path("gpt2"), &bytes);
+    char *changed = replace(text, "\"!\":1,", "\"!\":16777215,");
+    write_file("tokenizer.json", changed, strlen(changed));
+    free(changed);
+    struct tokenizer *t = open_or_fail(at("tokenizer.json"));
+    assert_int_equal(tokenizer_vocab(t), 1 << 24);
+    struct token_list ids = encode(t, "!", 1, true);
+    assert_int_equal(ids.ids[0], 16777215);
+    assert_int_equal(tokenizer_token_bytes(t, 16777215), 1);
+    assert_int_equal(tokenizer_token_bytes(t, 1), 0); // the hole
+    char hole;
+    assert_int_equal(tokenizer_decode(t, &hole, 1, (int32_t[]){1}, 1), 1);
+    assert_int_equal(hole, '?');
+    free(ids.ids);
+    tokenizer_close(t);
+
+    enum { LONG = 70000 };
+    char *entry = calloc(LONG + 32, 1);
+    size_t start = (size_t)sprintf(entry, "\"vocab\":{\"");
+    memset(entry + start, 'a', LONG);
+    strcat(entry, "\":5000,");
+    changed = replace(text, "\"vocab\":{", entry);
+    write_file("tokenizer.json", changed, strlen(changed));
+    assert_refused("tokenizer.json", "found a token of 70000 bytes");
+    free(changed);
+    free(entry);
+    free(text);
+}
+
+// ---- the end of text ----
+
+static void write_config(const char *eos) {
+    char config[256];
+    int bytes = snprintf(config, sizeof config, "{\"eos_token\":%s}", eos);
+    write_file("tokenizer_config.json", config, (size_t)bytes);
+}
+
+static void end_of_text_is_what_the_config_says(void **state) {
+    (void)state;
+    size_t bytes;
+    char *text = read_bytes(reference_path("llama3"), &bytes);
+    write_file("tokenizer.json", text, bytes);
+    free(text);
+    struct tokenizer *t = open_or_fail(at("tokenizer.json"));
+    int32_t begin = tokenizer_find(t, "<|begin_of_text|>"), end = tokenizer_find(t, "<|end_of_text|>");
+    assert_true(begin >= 0 && end >= 0 && begin != end);
+    assert_int_equal(tokenizer_end_of_text(t), end); // no config: a usual name
+    uint64_t hash = tokenizer_hash(t);
+    tokenizer_close(t);
+    static const char *const configs[] = {"\"<|begin_of_text|>\"",
+                                          "{\"content\":\"<|begin_of_text|>\",\"lstrip\":false}", "null"};
+    for (int i = 0; i < 3; i++) {
+        write_config(configs[i]);
+        t = open_or_fail(root); // the folder
+        assert_int_equal(tokenizer_end_of_text(t), i < 2 ? begin : end);
+        assert_true((tokenizer_hash(t) == hash) == (i == 2));
+        tokenizer_close(t);
+    }
+    write_config("\"<|nowhere|>\"");
+    assert_refused("", "tokenizer_config.json: found the eos_token <|nowhere|>");
+    write_config("7");
+    assert_refused("", "tokenizer_config.json: found something else as eos_token");
+    write_file("tokenizer_config.json", "[]", 2);
+    assert_refused("", "tokenizer_config.json: found no JSON");
+    unlink(at("tokenizer_config.json"));
+
+    cJSON *none = cJSON_CreateArray();
+    write_changed("tokenizer.json", "added_tokens", none);
+    t = open_or_fail(root);
+    assert_int_equal(tokenizer_end_of_text(t), -1);
+    tokenizer_close(t);
+}
+
+// ---- bytes ----
+
+static void bytes_are_their_own_ids(void **state) {
+    (void)state;
+    struct tokenizer *t = tokenizer_open_bytes();
+    char text[256], back[300];
+    for (int i = 0; i < 256; i++) text[i] = (char)(unsigned char)i;
+    struct token_list ids = encode(t, text, 256, false);
+    assert_int_equal(ids.count, 256);
+    for (int i = 0; i < 256; i++) assert_int_equal(ids.ids[i], i);
+    assert_int_equal(tokenizer_decode(t, back, sizeof back, ids.ids, 256), 256);
+    assert_memory_equal(back, text, 256);
+    free(ids.ids);
+
+    const int32_t odd[] = {'a', TOKENIZER_END_OF_TEXT, 'b', 257, -1, INT32_MAX};
+    assert_int_equal(tokenizer_decode(t, back, sizeof back, odd, 6), 6);
+    assert_memory_equal(back, "a\nb???", 6);
+    back[2] = '#';
+    assert_int_equal(tokenizer_decode(t, back, 2, odd, 6), 2);
+    assert_int_equal(back[2], '#');
+    assert_int_equal(tokenizer_decode(t, back, sizeof back, odd, 0), 0);
+
+    assert_true(tokenizer_is_bytes(t));
+    assert_int_equal(tokenizer_vocab(t), TOKENIZER_BYTE_VOCAB);
+    assert_int_equal(tokenizer_end_of_text(t), TOKENIZER_END_OF_TEXT);
+    ids = encode(t, "a<|endoftext|>b", 15, false); // its name is plain bytes
+    assert_int_equal(ids.count, 15);
+    free(ids.ids);
+    tokenizer_close(t);
+}
+
+static void files_of_bytes_have_every_byte(void **state) {
+    (void)state;
+    char error[FILE_ERROR] = "";
+    struct tokenizer *t = tokenizer_open_bytes();
+    if (!tokenizer_write(t, root, error, sizeof error)) fail_msg("%s", error);
+    cJSON *json = file_read_json(at("tokenizer.json"), error, sizeof error);
+    assert_non_null(json);
+    cJSON *vocab = cJSON_GetObjectItem(cJSON_GetObjectItem(json, "model"), "vocab");
+    assert_int_equal(cJSON_GetArraySize(vocab), 257);
+    static const struct {
+        const char *name;
+        int id;
+    } known[] = {{"A", 'A'},       {"\"", '"'},      {"\u0120", ' '},  {"\u010a", '\n'},      {"\u0100", 0},
+                 {"\u0121", 0x7f}, {"\u0143", 0xad}, {"\u00ff", 0xff}, {"<|endoftext|>", 256}};
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        cJSON *item = cJSON_GetObjectItemCaseSensitive(vocab, known[i].name);
+        assert_non_null(item);
+        assert_int_equal(item->valueint, known[i].id);
+    }
+    cJSON *added = cJSON_GetArrayItem(cJSON_GetObjectItem(json, "added_tokens"), 0);
+    assert_int_equal(cJSON_GetObjectItem(added, "id")->valueint, 256);
+    assert_true(cJSON_IsTrue(cJSON_GetObjectItem(added, "special")));
+    cJSON_Delete(json);
+    json = file_read_json(at("tokenizer_config.json"), error, sizeof error);
+    assert_non_null(json);
+    assert_string_equal(cJSON_GetObjectItem(json, "tokenizer_class")->valuestring, "PreTrainedTokenizerFast");
+    cJSON_Delete(json);
+
+    struct tokenizer *again = open_or_fail(root);
+    assert_true(tokenizer_is_bytes(again));
+    assert_true(tokenizer_hash(again) == tokenizer_hash(t));
+    tokenizer_close(again);
+
+    // Cut into words or not: single bytes are not merged. Another id for a byte, and they are not bytes.
+    size_t bytes;
+    char *text = read_bytes(at("tokenizer.json"), &bytes);
+    char *changed = replace(text, "\"use_regex\":\tfalse", "\"use_regex\":true");
+    write_file("tokenizer.json", changed, strlen(changed));
+    free(changed);
+    again = open_or_fail(root);
+    assert_true(tokenizer_is_bytes(again));
+    assert_true(tokenizer_hash(again) == tokenizer_hash(t));
+    tokenizer_close(again);
+    changed = replace(text, "\"A\":\t65", "\"A\":66");
+    char *swapped = replace(changed, "\"B\":\t66", "\"B\":65");
+    write_file("tokenizer.json", swapped, strlen(swapped));
+    again = open_or_fail(root);
+    assert_false(tokenizer_is_bytes(again));
+    assert_true(tokenizer_hash(again) != tokenizer_hash(t));
+    tokenizer_close(again);
+    tokenizer_close(t);
+    free(swapped);
+    free(changed);
+    free(text);
+}
+
+static void files_are_written_as_they_were_read(void **state) {
+    (void)state;
+    char error[FILE_ERROR] = "";
+    assert_int_equal(mkdir(at("to"), 0777), 0);
+    if (!tokenizer_write(trained[DEEPSEEK], at("to"), error, sizeof error)) fail_msg("%s", error);
+    size_t read, written;
+    char *before = read_bytes(reference_path("deepseek"), &read),
+         *after = read_bytes(at("to/tokenizer.json"), &written);
+    assert_int_equal(written, read);
+    assert_memory_equal(after, before, read);
+    free(before);
+    free(after);
+    struct tokenizer *again = open_or_fail(at("to")); // with the config that was made for it
+    assert_int_equal(tokenizer_end_of_text(again), tokenizer_end_of_text(trained[DEEPSEEK]));
+    assert_true(tokenizer_hash(again) == tokenizer_hash(trained[DEEPSEEK]));
+    assert_false(tokenizer_is_bytes(again));
+    tokenizer_close(again);
+
+    const char config[] = "{\"eos_token\": \"<think>\",   \"other\": [1, 2]}\n";
+    write_file("to/tokenizer_config.json", config, strlen(config));
+    again = open_or_fail(at("to/tokenizer.json"));
+    if (!tokenizer_write(again, root, error, sizeof error)) fail_msg("%s", error);
+    after = read_bytes(at("tokenizer_config.json"), &written);
+    assert_string_equal(after, config);
+    free(after);
+    tokenizer_close(again);
+}
+
+static void a_full_disk_is_reported(void **state) {
+    (void)state;
+    static const char *const names[] = {"tokenizer.json", "tokenizer_config.json"};
+    struct tokenizer *t = tokenizer_open_bytes();
+    for (int i = 0; i < 2; i++) {
+        char error[FILE_ERROR] = "";
+        assert_int_equal(symlink("/dev/full", at(names[i])), 0);
+        assert_false(tokenizer_write(t, root, error, sizeof error));
+        assert_contains(error, names[i]);
+        assert_contains(error, "No space left");
+        unlink(at(names[0]));
+        unlink(at(names[1]));
+    }
+    char error[FILE_ERROR] = "";
+    assert_false(tokenizer_write(t, at("missing"), error, sizeof error));
+    assert_contains(error, "missing/tokenizer.json");
+    assert_contains(error, "No such file");
+    tokenizer_close(t);
+}
+
+#define in_folder(test) cmocka_unit_test_setup_teardown(test, make_root, remove_root)
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(ids_are_those_of_hugging_face),
+        in_folder(other_ways_to_cut_words_are_those_of_hugging_face),
+        cmocka_unit_test(any_bytes_come_back),
+        cmocka_unit_test(bytes_that_are_not_utf8_stand_alone),
+        cmocka_unit_test(special_tokens_are_read_only_when_asked_for),
+        cmocka_unit_test(ids_are_appended),
+        cmocka_unit_test(merges_are_done_by_rank_and_from_the_left),
+        cmocka_unit_test(long_runs_are_quick),
+        cmocka_unit_test(threads_share_a_tokenizer),
+        cmocka_unit_test(patterns_with_two_meanings_are_refused),
+        in_folder(no_pattern_hangs),
+        in_folder(hostile_files_are_refused),
+        in_folder(wrong_ways_to_cut_words_are_refused),
+        in_folder(truncated_and_deep_files_are_refused),
+        in_folder(large_tokens_and_ids),
+        in_folder(end_of_text_is_what_the_config_says),
+        cmocka_unit_test(bytes_are_their_own_ids),
+        in_folder(files_of_bytes_have_every_byte),
+        in_folder(files_are_written_as_they_were_read),
+        in_folder(a_full_disk_is_reported),
+    };
+    return cmocka_run_group_tests(tests, open_trained, close_trained);
+}
