@@ -185,6 +185,10 @@ static void take_model(struct options *o, const char *folder, int argc, char **a
     char error[FILE_ERROR];
     if (!checkpoint_read_config(folder, &found, error, sizeof error))
         fail_user("--from", "%s; name a checkpoint, a Hugging Face folder, or a run folder that holds one", error);
+    int modules = checkpoint_count_modules(folder, &found);
+    if (modules < found.mtp_depth)
+        printf("found %d MTP modules in %s, where config.json speaks of %d\n", modules, folder, found.mtp_depth);
+    found.mtp_depth = modules;
     options_take_model(o, &found, folder, argc, argv);
 }
 

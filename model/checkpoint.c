@@ -477,6 +477,16 @@ bool checkpoint_read_config(const char *folder, struct config *config, char *err
     return read;
 }
 
+int checkpoint_count_modules(const char *folder, const struct config *config) {
+    char error[FILE_ERROR];
+    struct shards model;
+    if (!shards_open_index(&model, folder, error, sizeof error)) fail_user("checkpoint", "cannot read: %s", error);
+    int modules = 0;
+    while (modules < config->mtp_depth && shards_have_module(&model, config->layers + modules)) modules++;
+    shards_close(&model);
+    return modules;
+}
+
 int checkpoint_trained_length(const char *folder) {
     char path[FILE_PATH], error[FILE_ERROR];
     file_path(path, folder, trainer_name);

@@ -72,6 +72,10 @@ uint64_t checkpoint_bytes_on_disk(const char *run_folder);
 // The model's sizes. The training-only constants that config.json has no key for stay as they are.
 bool checkpoint_read_config(const char *folder, struct config *config, char *error, size_t error_size);
 
+// MTP modules that the files hold, of the config->mtp_depth that config.json speaks of: transformers knows none, and a
+// folder that it has saved has lost them. Ends the program (exit 2) when the files cannot be read.
+int checkpoint_count_modules(const char *folder, const struct config *config);
+
 // Tokens per sequence of the run that saved a checkpoint, from its options; 0 where there are none (a folder of other
 // origin).
 int checkpoint_trained_length(const char *folder);

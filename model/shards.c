@@ -249,6 +249,13 @@ static const struct safetensors_tensor *find_tensor(struct shards *s, const char
     return NULL;
 }
 
+// Only MTP modules have an enorm.
+bool shards_have_module(struct shards *s, int block) {
+    char name[NAME];
+    snprintf(name, sizeof name, "model.layers.%d.enorm.weight", block);
+    return find_tensor(s, name) != NULL;
+}
+
 // Reads a whole tensor of the wanted shape.
 static bool read_tensor(struct shards *s, const char *name, const uint64_t *shape, int rank, bool exact, float *out,
                         char *error, size_t error_size) {
@@ -323,13 +330,10 @@ static bool is_no_parameter(const char *name) {
             ends_with(name, ".rotary_emb.inv_freq"));
 }
 
-// Part of an MTP module beyond those that the model has. Only MTP modules have an enorm, so a layer too many is none.
+// Part of an MTP module beyond those that the model has; a layer too many is none.
 static bool is_left_out_module(struct shards *s, const struct config *c, const char *name) {
-    char enorm[NAME];
     int block;
-    if (sscanf(name, "model.layers.%d.", &block) != 1 || block < config_blocks(c)) return false;
-    snprintf(enorm, sizeof enorm, "model.layers.%d.enorm.weight", block);
-    return find_tensor(s, enorm) != NULL;
+    return sscanf(name, "model.layers.%d.", &block) == 1 && block >= config_blocks(c) && shards_have_module(s, block);
 }
 
 bool shards_check_used(struct shards *s, const struct config *c, char *error, size_t error_size) {

@@ -43,6 +43,9 @@ bool shards_open(struct shards *s, const char *folder, const char *stem, const s
 bool shards_open_index(struct shards *s, const char *folder, char *error, size_t error_size);
 void shards_close(struct shards *s);
 
+// Whether the files hold the MTP module of that block.
+bool shards_have_module(struct shards *s, int block);
+
 // Loads every tensor of the table into every array. exact refuses 16-bit types, which have lost bits.
 bool shards_read(struct shards *s, const struct params *p, const struct shard_array *arrays, int array_count,
                  bool exact, char *error, size_t error_size);

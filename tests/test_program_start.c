@@ -103,6 +103,26 @@ static void weights_that_are_none_are_refused(void **state) {
     assert_false(exists("run"));
 }
 
+// transformers drops the MTP modules of what it loads, and leaves config.json as it was.
+static void weights_without_mtp_modules_are_enough(void **state) {
+    (void)state;
+    assert_runs(QUIET, "--steps", "2", "--save-every", "2", "--out", at("first"));
+    assert_runs(QUIET, "--mtp-depth", "0", "--steps", "2", "--save-every", "2", "--out", at("second"));
+    char command[512];
+    snprintf(command, sizeof command,
+             "cp %s/first/step-00000002/config.json %s/second/step-00000002/ && rm "
+             "%s/second/step-00000002/trainer.json",
+             root, root, root);
+    assert_int_equal(system(command), 0);
+    assert_runs("--from", at("second/step-00000002"), "--seq", "32", "--batch", "2", "--sample-tokens", "0",
+                "--eval-every", "0", "--warmup", "0", "--steps", "1", "--out", at("third"));
+    assert_contains(out, "found 0 MTP modules in ");
+    assert_lacks(out, "| mtp ");
+    // Modules that are asked for are not made up.
+    assert_refused("--from", at("second/step-00000002"), "--mtp-depth", "1", "--out", at("fourth"));
+    assert_error("--mtp-depth: found 1, wanted 0");
+}
+
 static void weights_are_not_read_when_a_run_is_resumed(void **state) {
     (void)state;
     assert_runs(QUIET, "--steps", "2", "--save-every", "2", "--out", at("first"));
@@ -119,10 +139,10 @@ static void weights_are_not_read_when_a_run_is_resumed(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        TEST(resume_needs_no_flag_but_the_folder),        TEST(overridden_settings_are_printed_and_used),
-        TEST(resume_with_nothing_to_do_writes_nothing),   TEST(moved_run_goes_on),
-        TEST(run_starts_from_the_weights_of_another),     TEST(weights_that_are_none_are_refused),
-        TEST(weights_are_not_read_when_a_run_is_resumed),
+        TEST(resume_needs_no_flag_but_the_folder),      TEST(overridden_settings_are_printed_and_used),
+        TEST(resume_with_nothing_to_do_writes_nothing), TEST(moved_run_goes_on),
+        TEST(run_starts_from_the_weights_of_another),   TEST(weights_that_are_none_are_refused),
+        TEST(weights_without_mtp_modules_are_enough),   TEST(weights_are_not_read_when_a_run_is_resumed),
     };
     return run_program_tests(tests);
 }
