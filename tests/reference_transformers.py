@@ -4,6 +4,8 @@ trainer exported, computed by Hugging Face transformers' DeepseekV3ForCausalLM i
     python3 tests/reference_transformers.py make     trains the small checkpoint and writes tests/reference/ anew
     python3 tests/reference_transformers.py compare CHECKPOINT
                                                      greedy text of any checkpoint, here and in transformers
+    python3 tests/reference_transformers.py reload CHECKPOINT
+                                                     loss of any checkpoint, and of what transformers saves of it
 
 Needs torch, safetensors and a transformers that masks excluded groups with -inf (5.17 does; older ones put 0, which
 beats negative biased scores); the C test needs only the files in tests/reference/.
@@ -11,6 +13,7 @@ beats negative biased scores); the C test needs only the files in tests/referenc
 
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -75,7 +78,7 @@ def make():
         tensors = {"tokens": tokens, "logits": logits.detach().contiguous(), "loss": loss.detach().reshape(1)}
         tensors |= gradients_by_file_name(model)
 
-        shutil.rmtree(REFERENCE, ignore_errors=True)
+        shutil.rmtree(REFERENCE / "checkpoint", ignore_errors=True)
         (REFERENCE / "checkpoint").mkdir(parents=True)
         for file in [*checkpoint.glob("model*"), checkpoint / "config.json"]:
             shutil.copy(file, REFERENCE / "checkpoint")
@@ -98,10 +101,36 @@ def compare(checkpoint, prompt="Once upon a time", count=100):
     return 0 if ours.strip() == theirs.strip() else 1
 
 
+def evaluate(folder):
+    flags = ["--data", "stories", "--eval-sequences", "16", "--seq", "128", "--batch", "4"]
+    said = subprocess.run(
+        [ROOT / "train", "--evaluate", "--from", folder, *flags], check=True, capture_output=True, text=True
+    ).stdout
+    return float(re.search(r"\| loss ([0-9.]+)", said)[1])
+
+
+def reload(checkpoint):
+    before = evaluate(checkpoint)
+    equal = True
+    # Rounded to 8 bits, weights are off by up to 2^-9 of themselves, and the loss by a small part of that.
+    for dtype, tolerance in (torch.float32, 0), (torch.bfloat16, 0.01):
+        with tempfile.TemporaryDirectory() as folder:
+            load(checkpoint).to(dtype).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+            after = evaluate(folder)
+            run = [ROOT / "train", "--from", folder, "--seq", "64", "--steps", "1", "--batch", "2", "--warmup", "0"]
+            subprocess.run([*run, "--sample-tokens", "0", "--out", folder + "/run"], check=True, capture_output=True)
+        print(f"{dtype}: loss {before:.4f} before, {after:.4f} as saved by transformers; a run starts from it")
+        equal = equal and abs(after - before) <= tolerance
+    return 0 if equal else 1
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["make"]:
         make()
     elif len(sys.argv) == 3 and sys.argv[1] == "compare":
         sys.exit(compare(sys.argv[2]))
+    elif len(sys.argv) == 3 and sys.argv[1] == "reload":
+        sys.exit(reload(sys.argv[2]))
     else:
         sys.exit(__doc__)
