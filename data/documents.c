@@ -117,7 +117,7 @@ bool documents_full(const struct documents *d) { return d->used >= BATCH_BYTES |
 // ---- encoding ----
 
 void documents_encode(struct documents *d, const struct tokenizer *t) {
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(guided)
     for (int i = 0; i < d->count; i++) {
         struct document_piece *p = &d->pieces[i];
         p->list.count = 0;
