@@ -15,7 +15,8 @@ struct tokenizer *tokenizer_open_bytes(void);
 
 // path: a tokenizer.json, or a folder that holds one. The end of text is the eos_token of a tokenizer_config.json beside
 // it; without one, the first that the file has of <|endoftext|>, <|end_of_text|>, <｜end▁of▁sentence｜>, </s> and <eos>.
-// What would give other ids than Hugging Face's tokenizers is refused. Returns NULL with one line in error.
+// What would give other ids than Hugging Face's tokenizers is refused. (Characters that are newer than PCRE2's Unicode,
+// 14.0 in its release 10.42, may be cut into words otherwise than there.) Returns NULL with one line in error.
 struct tokenizer *tokenizer_open(const char *path, char *error, size_t error_size);
 void tokenizer_close(struct tokenizer *t);
 

@@ -149,7 +149,7 @@ O200K = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PATTERNS = [CL100K, O200K, r"\p{N}{3}", r"(?=(\d{3})+(?!\d))", r"x*", r"(?<=[a-e])\S|(?<!\d)\d", r"^\s+|\s+$", r".+", r"\D+?\d"]
+PATTERNS = [r"\p{Han}+", r"\p{N}{3}", r"(?=(\d{3})+(?!\d))", r"x*", r"(?<=[a-e])\S|(?<!\d)\d", r"^\s+|\s+$", r".+", r"\D+?\d"]
 PATTERNS += [r"[\p{Han}\p{^L}]+|\P{^Ll}", r"[^\S\n]+", r"\A.|.\z|\x41-\u0042\x{43}", r"(?>a|ab)c|\n{2,}|(o|e){1,2}?", r"[-a&~\-^]|[\]\[{}]"]
 
 
@@ -158,7 +158,9 @@ def variants():
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     steps = [bytes_only, pre_tokenizers.ByteLevel(add_prefix_space=True)]
     steps += [pre_tokenizers.Sequence([pre_tokenizers.Digits(individual), words]) for individual in (False, True)]
-    steps += [pre_tokenizers.Sequence([isolated(p), bytes_only]) for p in PATTERNS]
+    steps += [pre_tokenizers.Sequence([isolated(p), bytes_only]) for p in (CL100K, O200K)]
+    # What is removed shows every end of every match; cuts may hide where no merge reaches across them.
+    steps += [pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(p), "removed"), bytes_only]) for p in PATTERNS]
     for pattern in ("a", " ", "[", "1"):
         steps.append(pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), words]))
     for invert in (False, True):
@@ -245,34 +247,58 @@ def compare(path, files):
     sys.exit(0 if all(same) else 1)
 
 
-SURROUNDINGS = ["{}", " {}", "{} ", "a{}b", "1{}2", "!{}?", " {}a", "a {} b", "'{}", "x'{} y", "{0}{0}", "\n{}\n", "a{}\r\n", "中{}中"]
+SURROUNDINGS = ["{}", " {}a", "a{}b", "1{}2", "!{}?", "x'{} y", "\n{}\n", "中{}\u0301"]
+MARKER = "<|marker|>"
+
+
+def show_cuts(path):
+    """The steps of a tokenizer in front of a vocabulary that merges every pair of bytes that two characters meet in: no
+    place where a text is cut stays hidden."""
+    data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    names = [bytes_name(byte) for byte in range(256)]
+    starts = [byte for byte in range(256) if byte & 0xC0 != 0x80]
+    merges = [(a, names[b]) for a in names for b in starts]
+    vocab = {text: i for i, text in enumerate(names + [a + b for a, b in merges])}
+    data["model"] = {"type": "BPE", "vocab": vocab, "merges": merges}
+    flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
+    data["added_tokens"] = [{"id": len(vocab), "content": MARKER, "special": True, **flags}]
+    return json.dumps(data)
+
+
+def bytes_name(byte):
+    """Bytes from 0xC0 on and printable ASCII are their own names; the others are seen in a character that holds them."""
+    character = chr(byte)
+    name = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(character)[0][0]
+    return character if byte >= 0xC0 else name[-1]
 
 
 def characters(path):
-    """Each character is encoded on its own line of a file per surrounding; lines are told apart by a token that only
-    stands between them, and a character that differs anywhere is named with the categories Python gives it."""
-    tokenizer = Tokenizer.from_file(path)
-    marker = max(tokenizer.get_added_tokens_decoder().items())
-    codes = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+    """Every character in every surrounding, told apart by a token that only stands between them. What differs anywhere
+    is named with the category that Python gives it."""
     different = set()
-    for surrounding in SURROUNDINGS:
-        texts = [surrounding.format(chr(c)) for c in codes]
-        with tempfile.NamedTemporaryFile() as file:
-            file.write(marker[1].content.join(texts).encode("utf-8"))
-            file.flush()
-            here, _ = encode_here(path, file.name, True)
-        pieces, piece = [], []
-        for i in here + [marker[0]]:
-            if i == marker[0]:
-                pieces.append(piece)
-                piece = []
-            else:
-                piece.append(i)
-        there = [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
-        assert len(pieces) == len(there), (surrounding, len(pieces), len(there))
-        bad = {c for c, a, b in zip(codes, pieces, there) if a != b}
-        print(f"{surrounding!r}: {len(codes)} characters, {len(bad)} differ", flush=True)
-        different |= bad
+    with tempfile.TemporaryDirectory() as folder:
+        file, text_file = pathlib.Path(folder) / "tokenizer.json", pathlib.Path(folder) / "text"
+        file.write_text(show_cuts(path), encoding="utf-8")
+        tokenizer = Tokenizer.from_file(str(file))
+        marker = tokenizer.token_to_id(MARKER)
+        codes = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+        for surrounding in SURROUNDINGS:
+            texts = [surrounding.format(chr(c)) for c in codes]
+            text_file.write_bytes(MARKER.join(texts).encode("utf-8"))
+            here, _ = encode_here(file, text_file, True)
+            pieces = [[]]
+            for i in here:
+                if i == marker:
+                    pieces.append([])
+                else:
+                    pieces[-1].append(i)
+            assert len(pieces) == len(texts)
+            bad = set()
+            for start in range(0, len(texts), 50000):
+                there = tokenizer.encode_batch(texts[start : start + 50000], add_special_tokens=False)
+                bad |= {codes[start + i] for i, e in enumerate(there) if e.ids != pieces[start + i]}
+            print(f"{surrounding!r}: {len(codes)} characters, {len(bad)} differ", flush=True)
+            different |= bad
     print(f"{len(different)} characters differ somewhere; Python knows Unicode {unicodedata.unidata_version}")
     by_category = {}
     for c in sorted(different):

@@ -360,7 +360,7 @@ static void long_runs_are_quick(void **state) {
     (void)state;
     static const char *const pieces[] = {"a",  "ab", " ",       "\n",      " \n",  "1",  "!",
                                          "風", "ё",  "e\u0301", "👩\u200d", "\xff", "'s", "\t "};
-    enum { BYTES = 1 << 18 };
+    enum { BYTES = 1 << 17 };
     char *text = malloc(BYTES + 16);
     assert_non_null(text);
     double start = clock_seconds();
@@ -404,6 +404,17 @@ static void threads_share_a_tokenizer(void **state) {
         free(ids[i].ids);
     }
     free(ids[4].ids);
+}
+
+// The file with the first `from` replaced by `to`.
+static char *replace(const char *text, const char *from, const char *to) {
+    const char *place = strstr(text, from);
+    if (!place) fail_msg("the file has no %s", from);
+    size_t before = (size_t)(place - text), size = strlen(text) + strlen(to) + 1;
+    char *out = malloc(size);
+    assert_non_null(out);
+    snprintf(out, size, "%.*s%s%s", (int)before, text, to, place + strlen(from));
+    return out;
 }
 
 // ---- patterns ----
@@ -464,6 +475,46 @@ static void no_pattern_hangs(void **state) {
     }
 }
 
+// Every word alone meets the limit of the pattern; after the first one it is given up, or this would take minutes.
+static void a_hard_pattern_is_given_up_once(void **state) {
+    (void)state;
+    enum { WORDS = 3000, LETTERS = 40 };
+    cJSON *steps = make_split("(?:a+)+[bc]");
+    cJSON *space = cJSON_Parse("{\"type\":\"Split\",\"pattern\":{\"String\":\" \"},\"behavior\":\"Isolated\"}");
+    cJSON_InsertItemInArray(cJSON_GetObjectItem(steps, "pretokenizers"), 0, space);
+    write_changed("hard.json", "pre_tokenizer", steps);
+    struct tokenizer *t = open_or_fail(at("hard.json"));
+    char *text = malloc(WORDS * LETTERS);
+    assert_non_null(text);
+    memset(text, 'a', WORDS * LETTERS);
+    for (size_t i = 0; i < WORDS; i++) text[i * LETTERS] = ' ';
+    double start = clock_seconds();
+    check_round_trip(t, text, WORDS * LETTERS);
+    assert_true(clock_seconds() - start < 30); // takes 0.1 s
+    free(text);
+    tokenizer_close(t);
+}
+
+// A name with characters outside the alphabet of bytes is no word, although it is spelled like one.
+static void names_outside_the_alphabet_are_no_words(void **state) {
+    (void)state;
+    size_t bytes;
+    char *text = read_bytes(reference_path("llama3"), &bytes); // takes words from the vocabulary without merging
+    char *changed = replace(text, "\"vocab\":{", "\"vocab\":{\"日\":7000,\"æĹ¥æľ¬\":7001,");
+    write_file("tokenizer.json", changed, strlen(changed));
+    struct tokenizer *t = open_or_fail(at("tokenizer.json"));
+    struct token_list ids = encode(t, "日", 3, true), both = encode(t, "日本", 6, true);
+    for (size_t i = 0; i < ids.count; i++) assert_int_not_equal(ids.ids[i], 7000);
+    assert_int_equal(both.count, 1);
+    assert_int_equal(both.ids[0], 7001);
+    assert_int_equal(tokenizer_token_bytes(t, 7000), 3); // but it is text
+    free(ids.ids);
+    free(both.ids);
+    tokenizer_close(t);
+    free(changed);
+    free(text);
+}
+
 // ---- broken files ----
 
 static void assert_refused(const char *file, const char *part) {
@@ -473,17 +524,6 @@ static void assert_refused(const char *file, const char *part) {
     assert_contains(error, part);
     if (strncmp(error, root, strlen(root)) != 0) fail_msg("found \"%s\", wanted it to begin with the path", error);
     assert_null(strchr(error, '\n'));
-}
-
-// The file with the first `from` replaced by `to`.
-static char *replace(const char *text, const char *from, const char *to) {
-    const char *place = strstr(text, from);
-    if (!place) fail_msg("the file has no %s", from);
-    size_t before = (size_t)(place - text), size = strlen(text) + strlen(to) + 1;
-    char *out = malloc(size);
-    assert_non_null(out);
-    snprintf(out, size, "%.*s%s%s", (int)before, text, to, place + strlen(from));
-    return out;
 }
 
 static void hostile_files_are_refused(void **state) {
@@ -623,6 +663,34 @@ static void truncated_and_deep_files_are_refused(void **state) {
     assert_refused("tokenizer.json", "No such file");
     assert_int_equal(mkdir(at("folder"), 0777), 0);
     assert_refused("folder", "folder/tokenizer.json: No such file");
+}
+
+// One wrong byte anywhere ends in an error line, or in a tokenizer that works.
+static void damaged_files_are_read_or_refused(void **state) {
+    (void)state;
+    static const char replacements[] = "\"{}[],:\\019-tfn \x80\xff";
+    uint64_t seed = 7;
+    size_t bytes;
+    char error[FILE_ERROR], back[64], *text = read_bytes(reference_path("deepseek"), &bytes);
+    for (int i = 0; i < 300; i++) {
+        // Half of the damage is where the settings are.
+        size_t place = (size_t)(test_uniform(&seed) * (i % 2 ? 1600 : (double)bytes));
+        char kept = text[place];
+        text[place] = replacements[(size_t)(test_uniform(&seed) * (sizeof replacements - 1))];
+        write_file("tokenizer.json", text, bytes);
+        text[place] = kept;
+        struct tokenizer *t = tokenizer_open(at("tokenizer.json"), error, sizeof error);
+        if (!t) {
+            assert_contains(error, "tokenizer.json: ");
+            continue;
+        }
+        struct token_list ids = encode(t, "The child\r\n 日本 123 \xff<think>", 30, true);
+        assert_true(tokenizer_decode_room(t, ids.ids, ids.count) <= sizeof back);
+        tokenizer_decode(t, back, sizeof back, ids.ids, ids.count);
+        free(ids.ids);
+        tokenizer_close(t);
+    }
+    free(text);
 }
 
 // A token of 64 KiB and more, and the largest id: refused or read, without gigabytes.
@@ -852,9 +920,12 @@ int main(void) {
         cmocka_unit_test(threads_share_a_tokenizer),
         cmocka_unit_test(patterns_with_two_meanings_are_refused),
         in_folder(no_pattern_hangs),
+        in_folder(a_hard_pattern_is_given_up_once),
+        in_folder(names_outside_the_alphabet_are_no_words),
         in_folder(hostile_files_are_refused),
         in_folder(wrong_ways_to_cut_words_are_refused),
         in_folder(truncated_and_deep_files_are_refused),
+        in_folder(damaged_files_are_read_or_refused),
         in_folder(large_tokens_and_ids),
         in_folder(end_of_text_is_what_the_config_says),
         cmocka_unit_test(bytes_are_their_own_ids),
