@@ -27,7 +27,6 @@ struct cJSON;
 struct tokenizer;
 
 struct checkpoint {
-    const struct tokenizer *tokenizer; // saved beside the weights; NULL: none
     const struct config *config;
     const struct params *params;
     // Device arrays as params lays them out, [params->size]. Loading weights skips those that are NULL.
@@ -36,8 +35,9 @@ struct checkpoint {
     accum *bias;                     // [MoE blocks, experts] selection bias
     int64_t step, sequences, tokens; // optimizer steps done, next global sequence, tokens seen
     uint64_t seed;
-    struct cJSON *options; // the run's resolved flags, kept as they are to compare on resume; may be NULL
-    struct cJSON *data;    // what tells the run's data from other data, kept likewise; may be NULL
+    struct cJSON *options;             // the run's resolved flags, kept as they are to compare on resume; may be NULL
+    struct cJSON *data;                // what tells the run's data from other data, kept likewise; may be NULL
+    const struct tokenizer *tokenizer; // saved beside the weights; NULL: none
 };
 
 // Writes run_folder/step-%08d through a hidden folder that is renamed once all of it is on disk, then removes all but

@@ -118,9 +118,6 @@ static struct token_list encode_prompt(const struct model *m, const struct token
                       "the tokenizer that the model was trained with",
                       list.ids[i], m->config.vocab);
     size_t length = list.count + 1 + (size_t)o->generate;
-    if (length > INT_MAX)
-        fail_user("--generate", "found %lld with a prompt of %zu tokens, wanted at most %zu", (long long)o->generate,
-                  list.count, INT_MAX - list.count - 1);
     int32_t *ids = malloc(sizeof *ids * length);
     if (!ids) fail_internal("--generate", "found no memory for %zu tokens", length);
     ids[0] = first_token(m, tokenizer);
@@ -142,6 +139,10 @@ static void print_text(const struct tokenizer *tokenizer, const int32_t *tokens,
 void generate_from_checkpoint(const struct options *o) {
     struct model m;
     char folder[OPTION_TEXT + 32];
+    size_t prompt_bytes = strlen(o->prompt); // and at most as many tokens
+    if (prompt_bytes + 1 + (size_t)o->generate > INT_MAX)
+        fail_user("--generate", "found %lld with a prompt of %zu bytes, wanted at most %zu", (long long)o->generate,
+                  prompt_bytes, INT_MAX - prompt_bytes - 1);
     saved_model_open(&m, o, 1, folder, sizeof folder);
     struct tokenizer *tokenizer = vocabulary_open(o, folder);
     if (!tokenizer)

@@ -31,7 +31,15 @@ static void save(const char *folder, int64_t step) {
     device_zero(zeros, bytes);
     device_zero(bias, bytes);
     device_zero(weights, params.size * sizeof(real));
-    struct checkpoint c = {&options.model, &params, weights, zeros, zeros, zeros, bias, step, 0, 0, 1, NULL, NULL};
+    struct checkpoint c = {.config = &options.model,
+                           .params = &params,
+                           .weights = weights,
+                           .master = zeros,
+                           .m = zeros,
+                           .v = zeros,
+                           .bias = bias,
+                           .step = step,
+                           .seed = 1};
     checkpoint_save(&c, folder, 0);
     device_free(zeros);
     device_free(bias);
