@@ -1,6 +1,6 @@
 // ./tokenize: text to token shards, questions to multiple-choice files, and a look at both.
 //
-// In this order: flags, output files, progress, and the four things that the program does.
+// In this order: flags, output files, inputs, and the four things that the program does.
 #include <cjson/cJSON.h>
 #include <dirent.h>
 #include <errno.h>
@@ -14,6 +14,7 @@
 #include "data/choices.h"
 #include "data/documents.h"
 #include "data/files.h"
+#include "data/progress.h"
 #include "data/reader.h"
 #include "data/token_file.h"
 #include "data/tokenizer.h"
@@ -352,37 +353,11 @@ static void output_finish(void) {
     output.complete = true;
 }
 
-// ---- progress ----
+// ---- inputs ----
 
-static struct {
-    bool shown;              // standard error is a terminal
-    uint64_t total;          // bytes of the inputs, 0: not known
-    uint64_t done;           // bytes of the inputs before the present one
-    double start, last_line; // times
-} progress;
-
-static void progress_show(const struct reader *r) {
-    double now = clock_seconds(), seconds = now - progress.start;
-    if (!progress.shown || now - progress.last_line < 0.2) return;
-    progress.last_line = now;
-    double done = (double)(progress.done + r->bytes - reader_held(r)), rate = done / seconds;
-    char bar[31] = "", eta[32] = "";
-    if (progress.total) {
-        double share = done / (double)progress.total < 1 ? done / (double)progress.total : 1;
-        memset(bar, '.', sizeof bar - 1);
-        memset(bar, '#', (size_t)(share * (sizeof bar - 1)));
-        snprintf(eta, sizeof eta, " | eta %.0f s", ((double)progress.total - done) / rate);
-    }
-    fprintf(stderr, "%s %.1f/%.1f MB | %.1f MB/s | %.1fM tokens%s\033[K\r", bar, done / 1e6,
-            (double)progress.total / 1e6, rate / 1e6, (double)output.tokens / 1e6, eta);
-}
-
-static void progress_clear(void) {
-    if (progress.shown && progress.last_line > 0) fputs("\033[K", stderr);
-}
-
-// Looks at the inputs before anything is written, and adds up their sizes.
-static void check_inputs(const struct arguments *a) {
+// Looks at the inputs before anything is written. Returns the sum of their sizes, 0 if one has none.
+static uint64_t check_inputs(const struct arguments *a) {
+    uint64_t total = 0;
     bool known = true;
     int standard = 0;
     for (int i = 0; i < a->input_count; i++) {
@@ -397,11 +372,9 @@ static void check_inputs(const struct arguments *a) {
             fail_user(name, "cannot be opened (%s), wanted a text file", strerror(errno));
         if (S_ISDIR(info.st_mode)) fail_user(name, "found a folder, wanted a text file");
         if (!S_ISREG(info.st_mode)) known = false;
-        progress.total += (uint64_t)info.st_size;
+        total += (uint64_t)info.st_size;
     }
-    if (!known) progress.total = 0;
-    progress.shown = isatty(STDERR_FILENO);
-    progress.start = clock_seconds();
+    return known ? total : 0;
 }
 
 // ---- text to shards ----
@@ -457,29 +430,31 @@ static void tokenize_text(const struct arguments *a) {
     enum document_kind kind = find_documents(a);
     struct tokenizer *t = open_tokenizer(a->values[FLAG_TOKENIZER]);
     int32_t end_of_text = find_end_of_text(a, t);
-    check_inputs(a);
+    uint64_t total = check_inputs(a), done = 0; // bytes of all inputs, and of those that are done with
     open_output(a, t);
     struct counts counts = {0};
     struct documents documents;
     documents_open(&documents);
+    struct progress progress = progress_begin("text", "B", total);
+    double start = progress.start;
     for (int i = 0; i < a->input_count; i++) {
         struct reader r;
         reader_open(&r, a->inputs[i]);
         while (documents_read(&documents, &r, t, kind)) {
             if (documents_full(&documents)) write_documents(&documents, t, end_of_text, &counts);
-            progress_show(&r);
+            progress_show(&progress, done + r.bytes - reader_held(&r));
         }
-        progress.done += r.bytes;
+        done += r.bytes;
         reader_close(&r);
     }
     write_documents(&documents, t, end_of_text, &counts);
     output_finish();
     documents_close(&documents);
     tokenizer_close(t);
-    progress_clear();
+    progress_end(&progress);
     printf("%" PRIu64 " documents, %" PRIu64 " bytes, %" PRIu64 " tokens, %.3f bytes per token, %d files, %.1f s\n",
            counts.documents, counts.bytes, output.tokens, (double)counts.bytes / (double)output.tokens,
-           output.train_shards + output.eval_begun, clock_seconds() - progress.start);
+           output.train_shards + output.eval_begun, clock_seconds() - start);
 }
 
 // ---- questions to a multiple-choice file ----

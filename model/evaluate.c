@@ -149,7 +149,7 @@ void evaluate_choices(struct model *m, const struct choices *c, int batch, int s
 struct choice_counts evaluate_all_choices(struct model *m, const struct choices *c, int batch, int seq) {
     enum { PIECE = 32 }; // examples between two looks at the bar
     struct choice_counts counts = {0};
-    struct progress progress = progress_begin("questions", (uint64_t)c->count);
+    struct progress progress = progress_begin("questions", "", (uint64_t)c->count);
     for (int first = 0; first < c->count; first += PIECE) {
         int count = c->count - first < PIECE ? c->count - first : PIECE;
         evaluate_choices(m, c, batch, seq, first, count, &counts);
