@@ -684,7 +684,7 @@ static void damaged_files_are_read_or_refused(void **state) {
             assert_contains(error, "tokenizer.json: ");
             continue;
         }
-        struct token_list ids = encode(t, "The child\r\n 日本 123 \xff<think>", 30, true);
+        struct token_list ids = encode(t, "The child\r\n 日本 123 \xff<think>", 31, true);
         assert_true(tokenizer_decode_room(t, ids.ids, ids.count) <= sizeof back);
         tokenizer_decode(t, back, sizeof back, ids.ids, ids.count);
         free(ids.ids);
