@@ -110,7 +110,8 @@ void data_close(struct data *d) {
 
 static void require_vocab(const struct source *s, const char *flag, int vocab) {
     if (!s->spec || !s->vocab_known || vocab >= s->vocab) return;
-    fail_user("--vocab", "found %d, wanted at least %d, the token ids of %s %s", vocab, s->vocab, flag, s->spec);
+    fail_user("--vocab", "found %d, wanted at least %d, the token ids of %s %s; 0 takes those of the data", vocab,
+              s->vocab, flag, s->spec);
 }
 
 int data_settle_vocab(struct data *d, int wanted) {
