@@ -388,9 +388,9 @@ static int last_step(const char *folder) {
 
 static void stop_signals_save_and_leave(void **state) {
     (void)state;
-    static const int signals[] = {SIGTERM, SIGINT};
-    static const char *const folders[] = {"terminated", "interrupted"};
-    for (int i = 0; i < 2; i++) {
+    static const int signals[] = {SIGTERM, SIGINT, SIGHUP, SIGUSR1};
+    static const char *const folders[] = {"terminated", "interrupted", "hung-up", "out-of-time"};
+    for (int i = 0; i < 4; i++) {
         pid_t pid = start(QUIET, "--schedule", "constant", "--steps", "1000000", "--save-every", "500000",
                           "--overwrite", "--out", at(folders[i]));
         wait_for_log_lines(folders[i], 3);
@@ -407,6 +407,29 @@ static void stop_signals_save_and_leave(void **state) {
         assert_runs(QUIET, "--schedule", "constant", "--steps", steps, "--resume", "--out", at(folders[i]));
         assert_steps_logged(folders[i], 1, last + 2);
     }
+}
+
+// As in `./train ... | head`.
+static void closed_pipe_saves_and_leaves(void **state) {
+    (void)state;
+    char pipe[64], line[4096];
+    snprintf(pipe, sizeof pipe, "%s", at("pipe"));
+    assert_int_equal(mkfifo(pipe, 0600), 0);
+    output_path = pipe;
+    pid_t pid =
+        start(QUIET, "--schedule", "constant", "--steps", "1000000", "--save-every", "500000", "--out", at("run"));
+    FILE *reader = fopen(pipe, "r");
+    assert_non_null(reader);
+    for (int steps = 0; steps < 3;) {
+        assert_non_null(fgets(line, sizeof line, reader));
+        steps += strncmp(line, "step ", 5) == 0;
+    }
+    fclose(reader);
+    assert_code(finish_program(pid), 1);
+    assert_error("standard output: cannot be written");
+    char part[64];
+    snprintf(part, sizeof part, "run/step-%08d", last_step("run"));
+    assert_true(exists(part));
 }
 
 static void killed_run_is_resumed(void **state) {
@@ -649,6 +672,7 @@ int main(void) {
         TEST(overwrite_starts_anew_and_leaves_foreign_files),
         TEST(keep_limits_the_checkpoints),
         TEST(stop_signals_save_and_leave),
+        TEST(closed_pipe_saves_and_leaves),
         TEST(killed_run_is_resumed),
         TEST(short_text_wraps_into_epochs),
         TEST(longer_text_is_learned),
