@@ -25,7 +25,8 @@ CPU    = build/cpu
 DOUBLE = build/double
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train tokenize run test test-programs test-full test-sanitized bench-cpu detect format clean
+.PHONY: help setup train tokenize run test test-programs test-full test-sanitized fuzz fuzz-targets bench-cpu detect \
+        format clean
 
 help:
 	@echo "mok.c targets:"
@@ -33,7 +34,8 @@ help:
 	@echo "  make test       install what is missing, build and run the tests (no GPU needed)"
 	@echo "  make train      build ./train and ./tokenize"
 	@echo "  make tokenize   build ./tokenize, which makes token shards and multiple-choice files"
-	@echo "  make test-full  the tests again under the address and undefined-behaviour sanitizers"
+	@echo "  make test-full  the tests again under the address and undefined-behaviour sanitizers, and make fuzz"
+	@echo "  make fuzz       every parser against hostile input, FUZZ_SECONDS=10 each"
 	@echo "  make bench-cpu  GFLOP/s of every CPU operation beside the peak of the cores"
 	@echo "  make detect     say which compiler and libraries were found"
 	@echo "  make setup      install what is missing"
@@ -60,7 +62,8 @@ run: setup
 
 # What the objects were built with; they follow when it changes.
 FLAGS = $(CC) $(CFLAGS)
-$(CPU)/flags $(DOUBLE)/flags: force
+build/fuzz/flags: FLAGS = $(FUZZ_CC) $(FUZZ_CFLAGS)
+$(CPU)/flags $(DOUBLE)/flags build/fuzz/flags: force
 	@mkdir -p $(@D)
 	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' > $@
 .PHONY: force
@@ -109,14 +112,42 @@ test-programs: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS)
 	@COMPILE="$(CC) $(CFLAGS) -DMOK_DOUBLE" LIBS="-lcmocka $(LDLIBS)" DOUBLE=$(DOUBLE) \
 	    sh tests/run.sh $(TEST_PROGRAMS) tests/test_mistakes.sh tests/test_detect.sh
 
+# One program per parser (tests/fuzz/fuzz_NAME.c), built by clang without OpenMP. tests/fuzz/fail.c stands in for
+# kernels/fail.c: where the program would end, the target goes on.
+FUZZ_CC      ?= clang
+FUZZ_CFLAGS   = -std=c17 -D_GNU_SOURCE -O1 -g -march=$(MARCH) $(WARN) -Wno-unknown-pragmas -Itests/fuzz -I. \
+                -fsanitize=fuzzer,address,undefined,float-cast-overflow -fno-sanitize-recover=all \
+                -fno-omit-frame-pointer
+FUZZ_LIBRARY  = $(filter-out kernels/fail.c,$(LIBRARY)) tests/fuzz/fail.c
+FUZZ_TARGETS  = $(patsubst tests/fuzz/%.c,build/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c))
+
+fuzz:
+	@CC="$(CC)" FUZZ_CC="$(FUZZ_CC)" sh scripts/setup.sh --fuzz
+	@$(MAKE) --no-print-directory fuzz-targets
+	@sh tests/fuzz.sh
+fuzz-targets: $(FUZZ_TARGETS)
+
+build/fuzz/%.o: %.c Makefile build/fuzz/flags
+	@mkdir -p $(@D)
+	@echo "  CC  $@"
+	@$(FUZZ_CC) $(FUZZ_CFLAGS) -MMD -MP -c $< -o $@
+build/fuzz/libmok.a: $(FUZZ_LIBRARY:%.c=build/fuzz/%.o)
+	@rm -f $@
+	@ar rcs $@ $^
+build/fuzz/fuzz_%: build/fuzz/tests/fuzz/fuzz_%.o build/fuzz/libmok.a
+	@echo "  LD  $@"
+	@$(FUZZ_CC) $(FUZZ_CFLAGS) $^ -o $@ $(LDLIBS)
+
 # The same programs once more, built with the address and undefined-behaviour sanitizers. What they do not free at the
-# end of the process is not looked for.
+# end of the process is not looked for. Then the fuzz targets.
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 test-full:
+	@CC="$(CC)" FUZZ_CC="$(FUZZ_CC)" sh scripts/setup.sh --fuzz
 	@$(MAKE) --no-print-directory CPU=build/sanitize DOUBLE=build/sanitize-double OPT=-O2 \
 	    EXTRA_CFLAGS="$(SANITIZE)" test-sanitized
-test-sanitized: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS)
-	@MOK_LONG=1 MOK_TRAIN=$(CPU)/train MOK_TOKENIZE=$(CPU)/tokenize ASAN_OPTIONS=detect_leaks=0 sh tests/run.sh $(TEST_PROGRAMS)
+test-sanitized: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS) $(FUZZ_TARGETS)
+	@MOK_LONG=1 MOK_TRAIN=$(CPU)/train MOK_TOKENIZE=$(CPU)/tokenize ASAN_OPTIONS=detect_leaks=0 \
+	    sh tests/run.sh $(TEST_PROGRAMS) tests/fuzz.sh
 
 bench-cpu: $(CPU)/tests/bench_cpu
 	@$(CPU)/tests/bench_cpu

@@ -9,6 +9,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "data/files.h"
 #include "kernels/clock.h"
 #include "kernels/fail.h"
 #include "model/plan.h"
@@ -44,11 +45,10 @@ static void add_number(cJSON *object, const char *name, double value) {
 static int64_t step_of_line(const char *line, size_t length) {
     if (memchr(line, 0, length)) return INT64_MAX;
     cJSON *object = cJSON_ParseWithOpts(line, NULL, true);
-    const cJSON *step = cJSON_GetObjectItemCaseSensitive(object, "step");
-    bool counted = cJSON_IsNumber(step) && step->valuedouble >= 0 && step->valuedouble <= 0x1p53;
-    int64_t value = counted ? (int64_t)step->valuedouble : INT64_MAX;
+    uint64_t step;
+    bool counted = file_json_integer(cJSON_GetObjectItemCaseSensitive(object, "step"), &step);
     cJSON_Delete(object);
-    return value;
+    return counted ? (int64_t)step : INT64_MAX;
 }
 
 // Copies the lines of steps up to `last` to a new file. The last line may lack its end.
