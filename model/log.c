@@ -146,7 +146,13 @@ static struct rates rates_of(struct run_log *log, const struct options *o, const
 
 static bool has_moe(const struct options *o) { return model_moe_blocks(&o->model) > 0; }
 
-static void print_step(const struct options *o, const struct step_report *r, struct rates rates) {
+// The epoch of the last sequence that was trained on.
+static uint64_t epoch_of(const struct trainer *t) {
+    return data_epoch(t->data, DATA_TRAIN, (uint64_t)(t->sequences - 1));
+}
+
+static void print_step(const struct trainer *t, const struct step_report *r, struct rates rates) {
+    const struct options *o = &t->options;
     struct line line = {0};
     int width = snprintf(NULL, 0, "%lld", (long long)o->steps);
     append(&line, "step %*lld/%lld | loss %7.4f", width, (long long)r->step, (long long)o->steps, r->loss);
@@ -154,6 +160,7 @@ static void print_step(const struct options *o, const struct step_report *r, str
     if (has_moe(o)) append(&line, " | bal %.2e", r->balance);
     append(&line, " | norm %7.3f | lr %.2e", r->norm, r->lr);
     if (has_moe(o)) append(&line, " | load max/mean %5.2f dead %3d", r->load_max_over_mean, r->dead);
+    if (data_windows(t->data, DATA_TRAIN)) append(&line, " | epoch %3llu", (unsigned long long)epoch_of(t));
     append(&line, " | %8.1f ms | %7.1fK tok/s | mfu %5.1f%% (causal) | data %5.1f%% | %6.2f GiB | eta ",
            1e3 * rates.seconds, rates.tokens_per_second / 1e3, 100 * rates.mfu, 100 * r->data_seconds / rates.seconds,
            peak_memory_gib());
@@ -165,7 +172,7 @@ static void print_step(const struct options *o, const struct step_report *r, str
 void log_step(struct run_log *log, const struct trainer *t, const struct step_report *r, double seconds) {
     const struct options *o = &t->options;
     struct rates rates = rates_of(log, o, r, seconds);
-    print_step(o, r, rates);
+    print_step(t, r, rates);
 
     cJSON *json = cJSON_CreateObject();
     add_number(json, "step", (double)r->step);
@@ -179,7 +186,7 @@ void log_step(struct run_log *log, const struct trainer *t, const struct step_re
         add_number(json, "dead_experts", r->dead);
     }
     add_number(json, "tokens", (double)t->tokens);
-    add_number(json, "epoch", (double)data_epoch(t->data, DATA_TRAIN, (uint64_t)(t->sequences - 1)));
+    add_number(json, "epoch", (double)epoch_of(t));
     add_number(json, "seconds", rates.seconds);
     add_number(json, "tokens_per_second", rates.tokens_per_second);
     add_number(json, "mfu_causal", rates.mfu);

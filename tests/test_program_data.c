@@ -92,6 +92,8 @@ static void one_short_shard_wraps_with_an_epoch_counter(void **state) {
     cJSON_ArrayForEach(line, steps) assert_true(number(line, "epoch") == epoch++);
     assert_int_equal(epoch, 50);
     cJSON_Delete(steps);
+    assert_contains(out, "| epoch   0 |");
+    assert_contains(out, "| epoch  49 |");
 }
 
 // ---- a run that goes on finds its data again ----
