@@ -198,6 +198,33 @@ static void tokenizer_that_is_none_is_refused(void **state) {
     assert_contains(err, "mok: warning: tokenizer: ");
 }
 
+// Bytes among the ids of some tokenizer train and evaluate without complaint, and mean nothing.
+static void text_beside_ids_of_an_unknown_tokenizer_is_refused(void **state) {
+    (void)state;
+    write_shard("ids.bin", 2, 300, 300, 0, 0);
+    assert_refused(SHORT, "--steps", "2", "--data", at("ids.bin"), "--eval-data", "README.md", "--out", at("run"));
+    assert_error("--tokenizer: ");
+    assert_contains(err, "README.md");
+    assert_false(exists("run"));
+    assert_runs(SHORT, "--steps", "2", "--data", at("ids.bin"), "--out", at("run"));
+    assert_refused("--evaluate", "--from", at("run"), "--data", "README.md");
+    assert_error("--tokenizer: ");
+    assert_refused("--evaluate", "--from", at("run")); // on stories
+    assert_error("--tokenizer: ");
+    assert_contains(err, "stories");
+    assert_refused("--from", at("run"), "--seq", "32", "--batch", "2", "--warmup", "1", "--out", at("next"));
+    assert_error("--tokenizer: ");
+    // Ids need no tokenizer, and whoever names one takes the blame.
+    assert_runs("--evaluate", "--from", at("run"), "--eval-data", at("ids.bin"));
+    assert_runs("--evaluate", "--from", at("run"), "--data", "README.md", "--tokenizer", "bytes");
+    assert_refused("--evaluate", "--from", at("run"), "--data", at("missing"));
+    assert_error(at("missing")); // what is not there is no text
+    // One that cannot be read is not done without either.
+    write_file("tokenizer.json", "{}", 2);
+    assert_refused(SHORT, "--steps", "2", "--data", at("ids.bin"), "--eval-data", "README.md", "--out", at("other"));
+    assert_error("tokenizer: ");
+}
+
 // ---- questions ----
 
 // (llm.c's evaluation divides by zero for a batch below 4, and stops where ranks outnumber examples: features row 10)
@@ -244,6 +271,7 @@ int main(void) {
         TEST(run_on_bpe_shards_speaks_text),
         TEST(text_with_a_tokenizer_is_what_its_shards_are),
         TEST(tokenizer_that_is_none_is_refused),
+        TEST(text_beside_ids_of_an_unknown_tokenizer_is_refused),
         TEST(questions_are_answered_with_any_batch),
     };
     return run_program_tests(tests);
