@@ -111,7 +111,7 @@ static const struct flag flags[] = {
     {SIZES, "rope-dim", "N", MEMBER(model.rope_dim), 2, MANY, SIZE, "rotated part of a query and key head, even"},
     {SIZES, "value-dim", "N", MEMBER(model.value_dim), 1, MANY, SIZE, "width of a value head"},
     {SIZES, "intermediate", "N", MEMBER(model.intermediate), 0, MANY, SIZE, "inner width of a dense FFN"},
-    {SIZES, "mtp-depth", "N", MEMBER(model.mtp_depth), 0, MANY, SIZE, "modules that predict a further token; 0: none"},
+    {SIZES, "mtp-depth", "N", MEMBER(model.mtp_depth), 0, MTP_MAX, SIZE, "modules that predict a further token; 0: none"},
     {SIZES, "mtp-weight", "X", MEMBER(model.mtp_weight), 0, MANY, FIXED, "weight of their loss"},
     {SIZES, "init-std", "X", MEMBER(model.init_std), 0, MANY, FIXED, "standard deviation of the first matrices"},
 
