@@ -90,7 +90,7 @@ static const struct flag flags[] = {
     {OUTPUT, "save-every", "N", MEMBER(save_every), 0, MANY, FREE, "steps between checkpoints; 0: never"},
     {OUTPUT, "keep", "N", MEMBER(keep), 0, MANY, FREE, "newest checkpoints that are kept; 0: all"},
     {OUTPUT, "eval-every", "N", MEMBER(eval_every), 0, MANY, FREE, "steps between evaluations; 0: never"},
-    {OUTPUT, "eval-sequences", "N", MEMBER(eval_sequences), 1, MANY, FREE, "sequences of one evaluation"},
+    {OUTPUT, "eval-sequences", "N", MEMBER(eval_sequences), 1, MANY, FREE, "sequences of one evaluation, or as many as there are"},
     {OUTPUT, "eval-choices", "FILE", MEMBER(eval_choices), 0, 0, FREE, "multiple-choice file (llm.c's format) that evaluations answer too"},
     {OUTPUT, "sample-every", "N", MEMBER(sample_every), 0, MANY, FREE, "steps between samples of text; 0: never"},
     {OUTPUT, "sample-tokens", "N", MEMBER(sample_tokens), 0, MANY, FREE, "length of these samples; 0: none"},
