@@ -178,6 +178,7 @@ static void take_saved_settings(struct options *o, const char *folder, int argc,
     checkpoint_load_progress(folder, &c);
     options_resume(o, c.options, folder, argc, argv);
     cJSON_Delete(c.options);
+    cJSON_Delete(c.data);
 }
 
 static void take_model(struct options *o, const char *folder, int argc, char **argv) {
