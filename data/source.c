@@ -125,6 +125,14 @@ static bool refuse_unlike(const struct token_file *f, const struct token_file *f
     return true;
 }
 
+static bool refuse_foreign(const struct token_file *f, const struct tokenizer *tokenizer, struct data_error *e) {
+    if (!tokenizer || !f->vocab || (int)f->vocab == tokenizer_vocab(tokenizer)) return true;
+    return refuse(e,
+                  "%s: found a vocabulary of %" PRIu32 " in the header, wanted the %d ids of the tokenizer; give its "
+                  "shards, or --tokenizer with the one that these were made with",
+                  f->path, f->vocab, tokenizer_vocab(tokenizer));
+}
+
 // Every shard stays open, and by default a process may have 1024 files: as many more as there are shards.
 static void allow_files(size_t count) {
     struct rlimit limit;
@@ -143,7 +151,8 @@ static bool open_shards(struct source *s, char *const *paths, size_t count, cons
     for (size_t i = 0; i < count; i++) {
         if (!token_file_open(&s->shards[i], paths[i], e->line, sizeof e->line)) return e->internal = false;
         s->shard_count++;
-        if (!refuse_unlike(&s->shards[i], &s->shards[0], e)) return false;
+        if (!refuse_unlike(&s->shards[i], &s->shards[0], e) || !refuse_foreign(&s->shards[i], tokenizer, e))
+            return false;
         s->starts[i] = s->tokens;
         s->tokens += s->shards[i].count; // below 2^32 each
     }

@@ -225,6 +225,22 @@ static void text_beside_ids_of_an_unknown_tokenizer_is_refused(void **state) {
     assert_error("tokenizer: ");
 }
 
+// The header knows how many ids its tokenizer had: with more or fewer it was another one.
+static void shards_of_another_tokenizer_are_refused(void **state) {
+    (void)state;
+    make_tokens("prose", BPE, "README.md");
+    write_shard("bytes.bin", 2, 257, 900, 0, 0);
+    write_shard("unknown.bin", 2, 0, 900, 0, 0);
+    assert_refused(SHORT, "--steps", "2", "--data", at("prose_train_*.bin"), "--tokenizer", "bytes", "--out",
+                   at("run"));
+    assert_error(at("prose_train_000001.bin"));
+    assert_contains(err, "found a vocabulary of 1500 in the header, wanted the 257 ids of the tokenizer");
+    assert_runs(SHORT, "--steps", "2", "--data", at("prose_train_*.bin"), "--out", at("run"));
+    assert_refused("--evaluate", "--from", at("run"), "--data", at("bytes.bin"));
+    assert_error(at("bytes.bin"));
+    assert_runs("--evaluate", "--from", at("run"), "--data", at("unknown.bin"), "--eval-sequences", "2");
+}
+
 // ---- questions ----
 
 // (llm.c's evaluation divides by zero for a batch below 4, and stops where ranks outnumber examples: features row 10)
@@ -272,6 +288,7 @@ int main(void) {
         TEST(text_with_a_tokenizer_is_what_its_shards_are),
         TEST(tokenizer_that_is_none_is_refused),
         TEST(text_beside_ids_of_an_unknown_tokenizer_is_refused),
+        TEST(shards_of_another_tokenizer_are_refused),
         TEST(questions_are_answered_with_any_batch),
     };
     return run_program_tests(tests);
