@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "data/files.h"
+#include "data/source.h"
 #include "data/token_file.h"
 #include "kernels/fail.h"
 
@@ -17,7 +18,7 @@ static bool has_tokenizer(const char *folder) {
 // Token shards: one, or a pattern of them.
 static bool is_shards(const char *data) {
     if (strcmp(data, "stories") == 0) return false; // whatever file has this name
-    return token_file_is(data) || (strpbrk(data, "*?[") && access(data, F_OK) != 0);
+    return token_file_is(data) || source_is_pattern(data);
 }
 
 // Text to make ids of. What is not there is neither text nor shards, and opening it will say so.
