@@ -1,12 +1,8 @@
 // The program: flags -> build -> loop -> log -> save.
 #include <cjson/cJSON.h>
-#include <errno.h>
-#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "data/data.h"
 #include "data/files.h"
@@ -31,27 +27,12 @@ static void request_stop(int signal_number) {
     signal(signal_number, signal_number == SIGPIPE ? SIG_IGN : SIG_DFL);
 }
 
-// The number of a closed standard stream goes to the next file that is opened, and messages would end in that file.
-// A read-only stand-in keeps the number, and writing to it still fails.
-static void hold_closed_streams(void) {
-    int descriptor;
-    do descriptor = open("/dev/null", O_RDONLY);
-    while (descriptor >= 0 && descriptor <= STDERR_FILENO);
-    if (descriptor >= 0) close(descriptor);
-}
-
 // A closed pipe is a reason to stop like the others: the step is finished and saved. SIGUSR1 is what cluster schedulers
 // send when the time is nearly up.
 static void catch_stop_signals(void) {
     static const int signals[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGPIPE};
     for (size_t i = 0; i < sizeof signals / sizeof *signals; i++)
         if (signal(signals[i], request_stop) == SIG_IGN) signal(signals[i], SIG_IGN); // as nohup asks
-}
-
-static void check_standard_output(void) {
-    errno = 0;
-    if (fflush(stdout) != 0 || ferror(stdout))
-        fail_internal("standard output", "cannot be written: %s", errno ? strerror(errno) : "an earlier write failed");
 }
 
 // After this step: always at the last one, and every `every` steps; 0 means never.
@@ -254,7 +235,7 @@ static void evaluate_weights(struct options *o) {
 int main(int argc, char **argv) {
     struct options o;
     device_start(argv);
-    hold_closed_streams();
+    file_hold_closed_streams();
     options_parse(&o, argc, argv);
     if (o.help) {
         options_print_help(stdout);
@@ -269,6 +250,6 @@ int main(int argc, char **argv) {
         else
             run(&o, argc, argv);
     }
-    check_standard_output();
+    file_check_standard_output();
     return 0;
 }
