@@ -104,10 +104,11 @@ static void train_loop(struct trainer *t, struct run_log *log, const struct choi
     }
 }
 
-// Where a run begins. Both empty: with weights drawn from the seed.
+// Where a run begins. The first two empty: with weights drawn from the seed.
 struct origin {
     char checkpoint[OPTION_TEXT + 32]; // of this run, to go on from
     char weights[OPTION_TEXT + 32];    // of another, to begin with
+    char tokenizer[OPTION_TEXT];       // --tokenizer as it is given now; empty: as the checkpoint or the data has it
 };
 
 // What a run reads, and who understands it.
@@ -117,9 +118,10 @@ struct input {
     struct choices choices; // of --eval-choices
 };
 
-static void input_open(struct input *in, struct options *o, const char *weights, int length, int lookahead) {
+static void input_open(struct input *in, struct options *o, const char *tokenizer, const char *weights, int length,
+                       int lookahead) {
     char error[FILE_ERROR];
-    *in = (struct input){.tokenizer = vocabulary_open(o, weights)};
+    *in = (struct input){.tokenizer = vocabulary_open(o, tokenizer, weights)};
     in->data = data_open(o->data, o->eval_data, in->tokenizer, o->seed, length, lookahead);
     o->model.vocab = data_settle_vocab(in->data, o->model.vocab);
     if (o->eval_choices[0] && !choices_open(&in->choices, o->eval_choices, o->model.vocab, error, sizeof error))
@@ -176,6 +178,7 @@ static void take_model(struct options *o, const char *folder, int argc, char **a
 
 // What the command line leaves open: a run that is resumed has its own settings, weights have their sizes.
 static void settle(struct options *o, struct origin *origin, int argc, char **argv) {
+    snprintf(origin->tokenizer, sizeof origin->tokenizer, "%s", o->tokenizer); // before the saved one is among them
     if (o->resume) run_folder_open(o, origin->checkpoint, sizeof origin->checkpoint);
     if (origin->checkpoint[0]) {
         take_saved_settings(o, origin->checkpoint, argc, argv);
@@ -193,7 +196,8 @@ static void run(struct options *o, int argc, char **argv) {
     struct origin origin = {0};
     settle(o, &origin, argc, argv);
     struct input in;
-    input_open(&in, o, origin.checkpoint[0] ? origin.checkpoint : origin.weights, o->seq, 1 + o->model.mtp_depth);
+    input_open(&in, o, origin.tokenizer, origin.checkpoint[0] ? origin.checkpoint : origin.weights, o->seq,
+               1 + o->model.mtp_depth);
     config_validate(&o->model);
     if (!o->plan) {
         plan_check_memory(&o->model, o->batch, o->seq);
@@ -219,7 +223,7 @@ static void evaluate_weights(struct options *o) {
     char folder[OPTION_TEXT + 32];
     saved_model_open(&m, o, o->batch, folder, sizeof folder);
     o->model = m.config;
-    input_open(&in, o, folder, m.acts.seq, 1);
+    input_open(&in, o, o->tokenizer, folder, m.acts.seq, 1);
     data_describe(in.data, stdout);
     fflush(stdout);
     printf("weights in %s | ", folder);

@@ -144,7 +144,7 @@ void generate_from_checkpoint(const struct options *o) {
         fail_user("--generate", "found %lld with a prompt of %zu bytes, wanted at most %zu", (long long)o->generate,
                   prompt_bytes, INT_MAX - prompt_bytes - 1);
     saved_model_open(&m, o, 1, folder, sizeof folder);
-    struct tokenizer *tokenizer = vocabulary_open(o, folder);
+    struct tokenizer *tokenizer = vocabulary_open(o, o->tokenizer, folder);
     if (!tokenizer)
         fail_user(folder, "found no tokenizer.json, wanted one to make text of ids; name it with --tokenizer");
     struct token_list list = encode_prompt(&m, tokenizer, o);

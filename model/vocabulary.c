@@ -47,11 +47,11 @@ static struct tokenizer *open_found(const char *folder, bool required) {
     return t;
 }
 
-struct tokenizer *vocabulary_open(const struct options *o, const char *folder) {
+struct tokenizer *vocabulary_open(const struct options *o, const char *named, const char *folder) {
     char error[FILE_ERROR], beside[OPTION_TEXT];
-    if (strcmp(o->tokenizer, "bytes") == 0) return tokenizer_open_bytes();
-    if (o->tokenizer[0]) {
-        struct tokenizer *t = tokenizer_open(o->tokenizer, error, sizeof error);
+    if (strcmp(named, "bytes") == 0) return tokenizer_open_bytes();
+    if (named[0]) {
+        struct tokenizer *t = tokenizer_open(named, error, sizeof error);
         if (!t) fail_user("--tokenizer", "%s", error);
         return t;
     }

@@ -185,6 +185,27 @@ static void text_with_a_tokenizer_is_what_its_shards_are(void **state) {
     assert_error("--data: ");
 }
 
+// A run that goes on has its tokenizer in the checkpoint: the file it was read from may be gone, or hold another by now.
+static void run_that_goes_on_has_its_own_tokenizer(void **state) {
+    (void)state;
+    char command[512];
+    snprintf(command, sizeof command, "cp %s %s", BPE, at("mine.json"));
+    assert_int_equal(system(command), 0);
+    assert_runs(SHORT, "--steps", "4", "--data", "README.md", "--tokenizer", at("mine.json"), "--out", at("straight"));
+    assert_runs(SHORT, "--steps", "2", "--data", "README.md", "--tokenizer", at("mine.json"), "--out", at("run"));
+    assert_int_equal(remove(at("mine.json")), 0);
+    assert_runs("--resume", "--steps", "4", "--save-every", "500", "--out", at("run"));
+    static const char *const files[] = {"tokenizer.json", "tokenizer_config.json", "state-00001-of-00005.safetensors"};
+    for (int i = 0; i < 3; i++) {
+        char straight[128], resumed[128];
+        snprintf(straight, sizeof straight, "straight/step-00000004/%s", files[i]);
+        snprintf(resumed, sizeof resumed, "run/step-00000004/%s", files[i]);
+        assert_true(same_tree(straight, resumed));
+    }
+    assert_refused("--resume", "--steps", "5", "--tokenizer", at("gone.json"), "--out", at("run")); // asked for now
+    assert_error("--tokenizer: ");
+}
+
 static void tokenizer_that_is_none_is_refused(void **state) {
     (void)state;
     write_file("tokenizer.json", "{\"model\": {\"type\": \"Unigram\"}}", 30);
@@ -289,6 +310,7 @@ int main(void) {
         TEST(moved_data_is_the_same_data),
         TEST(run_on_bpe_shards_speaks_text),
         TEST(text_with_a_tokenizer_is_what_its_shards_are),
+        TEST(run_that_goes_on_has_its_own_tokenizer),
         TEST(tokenizer_that_is_none_is_refused),
         TEST(text_beside_ids_of_an_unknown_tokenizer_is_refused),
         TEST(shards_of_another_tokenizer_are_noticed),
