@@ -1,12 +1,8 @@
 // The program: flags -> build -> loop -> log -> save.
 #include <cjson/cJSON.h>
-#include <errno.h>
-#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "data/data.h"
 #include "data/files.h"
@@ -31,27 +27,12 @@ static void request_stop(int signal_number) {
     signal(signal_number, signal_number == SIGPIPE ? SIG_IGN : SIG_DFL);
 }
 
-// The number of a closed standard stream goes to the next file that is opened, and messages would end in that file.
-// A read-only stand-in keeps the number, and writing to it still fails.
-static void hold_closed_streams(void) {
-    int descriptor;
-    do descriptor = open("/dev/null", O_RDONLY);
-    while (descriptor >= 0 && descriptor <= STDERR_FILENO);
-    if (descriptor >= 0) close(descriptor);
-}
-
 // A closed pipe is a reason to stop like the others: the step is finished and saved. SIGUSR1 is what cluster schedulers
 // send when the time is nearly up.
 static void catch_stop_signals(void) {
     static const int signals[] = {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGPIPE};
     for (size_t i = 0; i < sizeof signals / sizeof *signals; i++)
         if (signal(signals[i], request_stop) == SIG_IGN) signal(signals[i], SIG_IGN); // as nohup asks
-}
-
-static void check_standard_output(void) {
-    errno = 0;
-    if (fflush(stdout) != 0 || ferror(stdout))
-        fail_internal("standard output", "cannot be written: %s", errno ? strerror(errno) : "an earlier write failed");
 }
 
 // After this step: always at the last one, and every `every` steps; 0 means never.
@@ -123,10 +104,11 @@ static void train_loop(struct trainer *t, struct run_log *log, const struct choi
     }
 }
 
-// Where a run begins. Both empty: with weights drawn from the seed.
+// Where a run begins. The first two empty: with weights drawn from the seed.
 struct origin {
     char checkpoint[OPTION_TEXT + 32]; // of this run, to go on from
     char weights[OPTION_TEXT + 32];    // of another, to begin with
+    char tokenizer[OPTION_TEXT];       // --tokenizer as it is given now; empty: as the checkpoint or the data has it
 };
 
 // What a run reads, and who understands it.
@@ -136,9 +118,10 @@ struct input {
     struct choices choices; // of --eval-choices
 };
 
-static void input_open(struct input *in, struct options *o, const char *weights, int length, int lookahead) {
+static void input_open(struct input *in, struct options *o, const char *tokenizer, const char *weights, int length,
+                       int lookahead) {
     char error[FILE_ERROR];
-    *in = (struct input){.tokenizer = vocabulary_open(o, weights)};
+    *in = (struct input){.tokenizer = vocabulary_open(o, tokenizer, weights)};
     in->data = data_open(o->data, o->eval_data, in->tokenizer, o->seed, length, lookahead);
     o->model.vocab = data_settle_vocab(in->data, o->model.vocab);
     if (o->eval_choices[0] && !choices_open(&in->choices, o->eval_choices, o->model.vocab, error, sizeof error))
@@ -178,6 +161,7 @@ static void take_saved_settings(struct options *o, const char *folder, int argc,
     checkpoint_load_progress(folder, &c);
     options_resume(o, c.options, folder, argc, argv);
     cJSON_Delete(c.options);
+    cJSON_Delete(c.data);
 }
 
 static void take_model(struct options *o, const char *folder, int argc, char **argv) {
@@ -194,6 +178,7 @@ static void take_model(struct options *o, const char *folder, int argc, char **a
 
 // What the command line leaves open: a run that is resumed has its own settings, weights have their sizes.
 static void settle(struct options *o, struct origin *origin, int argc, char **argv) {
+    snprintf(origin->tokenizer, sizeof origin->tokenizer, "%s", o->tokenizer); // before the saved one is among them
     if (o->resume) run_folder_open(o, origin->checkpoint, sizeof origin->checkpoint);
     if (origin->checkpoint[0]) {
         take_saved_settings(o, origin->checkpoint, argc, argv);
@@ -211,7 +196,8 @@ static void run(struct options *o, int argc, char **argv) {
     struct origin origin = {0};
     settle(o, &origin, argc, argv);
     struct input in;
-    input_open(&in, o, origin.checkpoint[0] ? origin.checkpoint : origin.weights, o->seq, 1 + o->model.mtp_depth);
+    input_open(&in, o, origin.tokenizer, origin.checkpoint[0] ? origin.checkpoint : origin.weights, o->seq,
+               1 + o->model.mtp_depth);
     config_validate(&o->model);
     if (!o->plan) {
         plan_check_memory(&o->model, o->batch, o->seq);
@@ -237,7 +223,7 @@ static void evaluate_weights(struct options *o) {
     char folder[OPTION_TEXT + 32];
     saved_model_open(&m, o, o->batch, folder, sizeof folder);
     o->model = m.config;
-    input_open(&in, o, folder, m.acts.seq, 1);
+    input_open(&in, o, o->tokenizer, folder, m.acts.seq, 1);
     data_describe(in.data, stdout);
     fflush(stdout);
     printf("weights in %s | ", folder);
@@ -253,7 +239,7 @@ static void evaluate_weights(struct options *o) {
 int main(int argc, char **argv) {
     struct options o;
     device_start(argv);
-    hold_closed_streams();
+    file_hold_closed_streams();
     options_parse(&o, argc, argv);
     if (o.help) {
         options_print_help(stdout);
@@ -268,6 +254,6 @@ int main(int argc, char **argv) {
         else
             run(&o, argc, argv);
     }
-    check_standard_output();
+    file_check_standard_output();
     return 0;
 }

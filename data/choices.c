@@ -2,7 +2,6 @@
 
 #include <endian.h>
 #include <errno.h>
-#include <libgen.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -257,27 +256,19 @@ bool choices_writer_append(struct choices_writer *w, int label, struct choice_li
     return true;
 }
 
-// Until the file has its name, on disk.
-static bool complete_file(struct choices_writer *w, char *error, size_t error_size) {
+static bool complete_header(struct choices_writer *w, char *error, size_t error_size) {
     if (w->count < 1) return file_error(error, error_size, "%s: found no example, wanted one at least", w->path);
     if (fseek(w->file, 0, SEEK_SET) != 0)
         return file_error(error, error_size, "%s: cannot write: %s", w->temporary, strerror(errno));
-    if (!write_header(w, error, error_size)) return false;
-    if (fflush(w->file) != 0 || fsync(fileno(w->file)) != 0)
-        return file_error(error, error_size, "%s: cannot write: %s", w->temporary, strerror(errno));
-    if (rename(w->temporary, w->path) != 0)
-        return file_error(error, error_size, "%s: cannot rename to %s: %s", w->temporary, w->path, strerror(errno));
-    return true;
+    return write_header(w, error, error_size);
 }
 
 bool choices_writer_finish(struct choices_writer *w, char *error, size_t error_size) {
-    if (!complete_file(w, error, error_size)) {
+    if (!complete_header(w, error, error_size)) {
         choices_writer_abandon(w);
         return false;
     }
-    fclose(w->file); // all of it is on disk
+    FILE *file = w->file;
     w->file = NULL;
-    char folder[FILE_PATH];
-    strcpy(folder, w->path);
-    return file_sync(dirname(folder), error, error_size);
+    return file_publish(file, w->temporary, w->path, error, error_size);
 }

@@ -59,6 +59,26 @@ bool file_close_synced(FILE *file, const char *path, char *error, size_t error_s
     return true;
 }
 
+// The name is on the disk when its folder is.
+static bool sync_parent(const char *path, char *error, size_t error_size) {
+    char folder[FILE_PATH];
+    const char *slash = strrchr(path, '/');
+    if (!slash) return file_sync(".", error, error_size);
+    size_t length = slash == path ? 1 : (size_t)(slash - path);
+    if (length >= sizeof folder) return file_error(error, error_size, "%s: its path is too long", path);
+    memcpy(folder, path, length);
+    folder[length] = 0;
+    return file_sync(folder, error, error_size);
+}
+
+bool file_publish(FILE *file, const char *temporary, const char *path, char *error, size_t error_size) {
+    bool renamed = file_close_synced(file, temporary, error, error_size) &&
+                   (rename(temporary, path) == 0 ||
+                    file_error(error, error_size, "%s: cannot be renamed to %s: %s", temporary, path, strerror(errno)));
+    if (!renamed) unlink(temporary);
+    return renamed && sync_parent(path, error, error_size);
+}
+
 bool file_write(const char *path, const char *text, size_t bytes, char *error, size_t error_size) {
     FILE *file = fopen(path, "wb");
     if (!file) return file_error(error, error_size, "%s: cannot create: %s", path, strerror(errno));
@@ -157,4 +177,19 @@ void file_json_add_integer(struct cJSON *object, const char *name, uint64_t valu
     char text[24];
     snprintf(text, sizeof text, "%ju", (uintmax_t)value);
     cJSON_AddRawToObject(object, name, text);
+}
+
+// ---- standard streams ----
+
+void file_hold_closed_streams(void) {
+    int descriptor;
+    do descriptor = open("/dev/null", O_RDONLY);
+    while (descriptor >= 0 && descriptor <= STDERR_FILENO);
+    if (descriptor >= 0) close(descriptor);
+}
+
+void file_check_standard_output(void) {
+    errno = 0;
+    if (fflush(stdout) != 0 || ferror(stdout))
+        fail_internal("standard output", "cannot be written: %s", errno ? strerror(errno) : "an earlier write failed");
 }

@@ -27,6 +27,9 @@ ssize_t file_read_at(int descriptor, void *data, size_t n, uint64_t offset);
 
 // Flushes to the disk and closes, whatever happens.
 bool file_close_synced(FILE *file, const char *path, char *error, size_t error_size);
+// The last step of a file that was written under a temporary name: flushes and closes it, gives it its name, and puts that
+// on disk too. A temporary file that did not get its name is removed.
+bool file_publish(FILE *file, const char *temporary, const char *path, char *error, size_t error_size);
 // The whole content of a new file, on disk on return.
 bool file_write(const char *path, const char *text, size_t bytes, char *error, size_t error_size);
 // Puts what was already written to a file, or the entries of a folder, on disk.
@@ -47,5 +50,13 @@ bool file_write_json(const char *path, const struct cJSON *json, char *error, si
 bool file_json_integer(const struct cJSON *item, uint64_t *value);
 // Adds such a number with all its digits; cJSON's own printing keeps 15 of them.
 void file_json_add_integer(struct cJSON *object, const char *name, uint64_t value);
+
+// ---- standard streams, for main ----
+
+// The number of a closed standard stream goes to the next file that is opened, and messages would end in that file. A
+// read-only stand-in keeps the number, and writing to it still fails.
+void file_hold_closed_streams(void);
+// Ends the program (exit 1) when something that was printed could not be written.
+void file_check_standard_output(void);
 
 #endif

@@ -125,6 +125,22 @@ static bool refuse_unlike(const struct token_file *f, const struct token_file *f
     return true;
 }
 
+// A tokenizer may have got more tokens since. Ids that it does not have are another's.
+static bool refuse_foreign(const struct token_file *f, const struct tokenizer *tokenizer, struct data_error *e) {
+    if (!tokenizer || !f->vocab || (int)f->vocab == tokenizer_vocab(tokenizer)) return true;
+    if ((int)f->vocab > tokenizer_vocab(tokenizer))
+        return refuse(e,
+                      "%s: found a vocabulary of %" PRIu32
+                      " in the header, wanted at most the %d ids of the tokenizer; "
+                      "give its shards, or --tokenizer with the one that these were made with",
+                      f->path, f->vocab, tokenizer_vocab(tokenizer));
+    fail_warn(f->path,
+              "found a vocabulary of %" PRIu32 " in the header, wanted the %d ids of the tokenizer; is it the one that "
+              "the shards were made with?",
+              f->vocab, tokenizer_vocab(tokenizer));
+    return true;
+}
+
 // Every shard stays open, and by default a process may have 1024 files: as many more as there are shards.
 static void allow_files(size_t count) {
     struct rlimit limit;
@@ -144,6 +160,7 @@ static bool open_shards(struct source *s, char *const *paths, size_t count, cons
         if (!token_file_open(&s->shards[i], paths[i], e->line, sizeof e->line)) return e->internal = false;
         s->shard_count++;
         if (!refuse_unlike(&s->shards[i], &s->shards[0], e)) return false;
+        if (i == 0 && !refuse_foreign(&s->shards[i], tokenizer, e)) return false; // the others are like it
         s->starts[i] = s->tokens;
         s->tokens += s->shards[i].count; // below 2^32 each
     }
@@ -191,7 +208,7 @@ static bool open_pattern(struct source *s, const char *flag, const struct tokeni
 
 // ---- opening ----
 
-static bool is_pattern(const char *spec) {
+bool source_is_pattern(const char *spec) {
     struct stat status;
     return strpbrk(spec, "*?[") && stat(spec, &status) != 0; // a file of that name is itself
 }
@@ -211,7 +228,7 @@ static bool use_tokenizer(struct source *s, const struct tokenizer *tokenizer, s
 
 static bool open_spec(struct source *s, const char *flag, const struct tokenizer *tokenizer, struct data_error *e) {
     if (strcmp(s->spec, "stories") == 0) return use_tokenizer(s, tokenizer, e);
-    if (is_pattern(s->spec)) return open_pattern(s, flag, tokenizer, e);
+    if (source_is_pattern(s->spec)) return open_pattern(s, flag, tokenizer, e);
     if (!open_text(s, flag, e)) return false;
     if (text_is_llmc(s)) {
         close(s->text);

@@ -366,30 +366,11 @@ bool token_writer_append(struct token_writer *w, const int32_t *ids, size_t n, c
     return true;
 }
 
-// The name is on the disk when its folder is.
-static bool sync_parent(const char *path, char *error, size_t error_size) {
-    char folder[FILE_PATH];
-    const char *slash = strrchr(path, '/');
-    size_t length = slash ? (size_t)(slash - path) : 0;
-    if (!slash) return file_sync(".", error, error_size);
-    if (length == 0) return file_sync("/", error, error_size);
-    memcpy(folder, path, length);
-    folder[length] = 0;
-    return file_sync(folder, error, error_size);
-}
-
 bool token_writer_finish(struct token_writer *w, char *error, size_t error_size) {
     if (!write_header(w))
         return refuse(w,
                       file_error(error, error_size, "%s: cannot write its header: %s", w->temporary, strerror(errno)));
     FILE *file = w->file;
     w->file = NULL;
-    bool done = file_close_synced(file, w->temporary, error, error_size);
-    if (done && rename(w->temporary, w->path) != 0)
-        done = file_error(error, error_size, "%s: cannot be renamed to %s: %s", w->temporary, w->path, strerror(errno));
-    if (!done) {
-        unlink(w->temporary);
-        return false;
-    }
-    return sync_parent(w->path, error, error_size);
+    return file_publish(file, w->temporary, w->path, error, error_size);
 }

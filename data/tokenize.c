@@ -4,7 +4,6 @@
 #include <cjson/cJSON.h>
 #include <dirent.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -582,22 +581,8 @@ static void decode_shard(const struct arguments *a) {
 
 // ---- the program ----
 
-// The number of a closed standard stream would go to the next file that is opened, and messages would end in that file.
-static void hold_closed_streams(void) {
-    int descriptor;
-    do descriptor = open("/dev/null", O_RDONLY);
-    while (descriptor >= 0 && descriptor <= STDERR_FILENO);
-    if (descriptor >= 0) close(descriptor);
-}
-
-static void check_standard_output(void) {
-    errno = 0;
-    if (fflush(stdout) != 0 || ferror(stdout))
-        fail_internal("standard output", "cannot be written: %s", errno ? strerror(errno) : "an earlier write failed");
-}
-
 int main(int argc, char **argv) {
-    hold_closed_streams();
+    file_hold_closed_streams();
     struct arguments a = {.inputs = calloc((size_t)argc + 1, sizeof *a.inputs)};
     if (!a.inputs) fail_internal("command line", "found no memory");
     for (int i = 1; i < argc; i++)
@@ -622,6 +607,6 @@ int main(int argc, char **argv) {
         }
     }
     free(a.inputs);
-    check_standard_output();
+    file_check_standard_output();
     return 0;
 }

@@ -19,6 +19,12 @@ static int64_t count_bytes(const struct tokenizer *tokenizer, struct batch batch
     return bytes;
 }
 
+// Sequences of the eval split that there are, `wanted` at most. A second reading of some would weigh them twice.
+static int count_sequences(const struct data *d, int wanted) {
+    uint64_t windows = data_windows(d, DATA_EVAL); // 0: without end
+    return windows > 0 && windows < (uint64_t)wanted ? (int)windows : wanted;
+}
+
 struct evaluation evaluate_heldout(struct model *m, const struct data *d, const struct tokenizer *tokenizer, int batch,
                                    int seq, int sequences) {
     size_t columns = (size_t)seq + 1 + (size_t)m->config.mtp_depth;
@@ -27,6 +33,7 @@ struct evaluation evaluate_heldout(struct model *m, const struct data *d, const 
     struct evaluation e = {0};
     struct step_totals totals = {0};
     double nats = 0;
+    sequences = count_sequences(d, sequences);
     for (int first = 0; first < sequences; first += batch) {
         int rows = sequences - first < batch ? sequences - first : batch;
         for (int b = 0; b < rows; b++)

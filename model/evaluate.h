@@ -15,10 +15,10 @@ struct evaluation {
     int64_t targets, bytes; // valid targets, and the bytes of text that they stand for
 };
 
-// The first sequences of the eval split, in micro-batches of `batch` of `seq` tokens; the model and the data must have
-// been opened for both. tokenizer: NULL if there is none. Special tokens (the end of text) stand for no bytes, but what
-// they cost counts: a model that does not see texts end pays for it in bits per byte. Unlike the loss, that number can
-// be compared between tokenizers.
+// The first sequences of the eval split, as many as there are, in micro-batches of `batch` of `seq` tokens; the model
+// and the data must have been opened for both. tokenizer: NULL if there is none. Special tokens (the end of text) stand
+// for no bytes, but what they cost counts: a model that does not see texts end pays for it in bits per byte. Unlike the
+// loss, that number can be compared between tokenizers.
 struct evaluation evaluate_heldout(struct model *m, const struct data *d, const struct tokenizer *tokenizer, int batch,
                                    int seq, int sequences);
 

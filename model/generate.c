@@ -48,14 +48,14 @@ int generate_tokens(struct model *m, int32_t *tokens, int prompt, int count, dou
     return added;
 }
 
-// Length of the UTF-8 sequence that text begins with, 0 for none.
+// Length of the UTF-8 sequence that text begins with; 0 for none, and for U+0080 to U+009F, which terminals obey.
 static size_t utf8_length(const char *text, size_t bytes) {
     unsigned char first = (unsigned char)text[0];
     size_t length = first >= 0xc2 && first < 0xe0   ? 2
                     : first >= 0xe0 && first < 0xf0 ? 3
                     : first >= 0xf0 && first < 0xf5 ? 4
                                                     : 0;
-    if (length > bytes) return 0;
+    if (length > bytes || (first == 0xc2 && (unsigned char)text[1] < 0xa0)) return 0;
     for (size_t i = 1; i < length; i++)
         if (((unsigned char)text[i] & 0xc0) != 0x80) return 0;
     return length;
@@ -144,7 +144,7 @@ void generate_from_checkpoint(const struct options *o) {
         fail_user("--generate", "found %lld with a prompt of %zu bytes, wanted at most %zu", (long long)o->generate,
                   prompt_bytes, INT_MAX - prompt_bytes - 1);
     saved_model_open(&m, o, 1, folder, sizeof folder);
-    struct tokenizer *tokenizer = vocabulary_open(o, folder);
+    struct tokenizer *tokenizer = vocabulary_open(o, o->tokenizer, folder);
     if (!tokenizer)
         fail_user(folder, "found no tokenizer.json, wanted one to make text of ids; name it with --tokenizer");
     struct token_list list = encode_prompt(&m, tokenizer, o);

@@ -90,7 +90,7 @@ static const struct flag flags[] = {
     {OUTPUT, "save-every", "N", MEMBER(save_every), 0, MANY, FREE, "steps between checkpoints; 0: never"},
     {OUTPUT, "keep", "N", MEMBER(keep), 0, MANY, FREE, "newest checkpoints that are kept; 0: all"},
     {OUTPUT, "eval-every", "N", MEMBER(eval_every), 0, MANY, FREE, "steps between evaluations; 0: never"},
-    {OUTPUT, "eval-sequences", "N", MEMBER(eval_sequences), 1, MANY, FREE, "sequences of one evaluation"},
+    {OUTPUT, "eval-sequences", "N", MEMBER(eval_sequences), 1, MANY, FREE, "sequences of one evaluation, or as many as there are"},
     {OUTPUT, "eval-choices", "FILE", MEMBER(eval_choices), 0, 0, FREE, "multiple-choice file (llm.c's format) that evaluations answer too"},
     {OUTPUT, "sample-every", "N", MEMBER(sample_every), 0, MANY, FREE, "steps between samples of text; 0: never"},
     {OUTPUT, "sample-tokens", "N", MEMBER(sample_tokens), 0, MANY, FREE, "length of these samples; 0: none"},
@@ -111,7 +111,7 @@ static const struct flag flags[] = {
     {SIZES, "rope-dim", "N", MEMBER(model.rope_dim), 2, MANY, SIZE, "rotated part of a query and key head, even"},
     {SIZES, "value-dim", "N", MEMBER(model.value_dim), 1, MANY, SIZE, "width of a value head"},
     {SIZES, "intermediate", "N", MEMBER(model.intermediate), 0, MANY, SIZE, "inner width of a dense FFN"},
-    {SIZES, "mtp-depth", "N", MEMBER(model.mtp_depth), 0, MANY, SIZE, "modules that predict a further token; 0: none"},
+    {SIZES, "mtp-depth", "N", MEMBER(model.mtp_depth), 0, MTP_MAX, SIZE, "modules that predict a further token; 0: none"},
     {SIZES, "mtp-weight", "X", MEMBER(model.mtp_weight), 0, MANY, FIXED, "weight of their loss"},
     {SIZES, "init-std", "X", MEMBER(model.init_std), 0, MANY, FIXED, "standard deviation of the first matrices"},
 

@@ -40,14 +40,17 @@ static bool holds_run(const char *folder) {
     return logged || checkpoint_exists(folder);
 }
 
-// Held until the process ends: two runs in one folder would remove each other's files.
+// Held until the process ends: two runs in one folder would remove each other's files. Not every network file system has
+// locks.
 static void lock_folder(const char *folder) {
     char path[OPTION_TEXT + 32];
     snprintf(path, sizeof path, "%s/.lock", folder);
     int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (file < 0) fail_user("--out", "cannot write %s: %s", path, strerror(errno));
-    if (flock(file, LOCK_EX | LOCK_NB) != 0)
+    if (flock(file, LOCK_EX | LOCK_NB) == 0) return;
+    if (errno == EWOULDBLOCK)
         fail_user("--out", "found that another process runs in %s; wait for it, or name another folder", folder);
+    fail_warn("--out", "cannot lock %s: %s; see to it that no other run writes there", folder, strerror(errno));
 }
 
 void run_folder_open(const struct options *o, char *from, size_t size) {

@@ -404,6 +404,32 @@ static void heldout_text_is_the_same_in_any_batch(void **state) {
     model_close(&m);
 }
 
+// Three windows, asked for four times each and once more: the first would count more than the others, and the line would
+// speak of text that is not there.
+static void heldout_text_that_is_short_is_read_once(void **state) {
+    (void)state;
+    char path[] = "/tmp/mok_test_XXXXXX";
+    int file = mkstemp(path);
+    assert_true(file >= 0);
+    for (int i = 0; i <= 3 * SEQ; i++) assert_int_equal(write(file, &(char){(char)('a' + i % 7 + i / SEQ)}, 1), 1);
+    struct config c = unit_of_bytes();
+    struct model m;
+    open_model(&m, &c, 2, SEQ);
+    struct data *d = data_open(path, path, NULL, 3, SEQ, 1 + c.mtp_depth);
+    struct tokenizer *bytes = tokenizer_open_bytes();
+    assert_int_equal(data_windows(d, DATA_EVAL), 3);
+    struct evaluation wanted = evaluate_heldout(&m, d, bytes, 2, SEQ, 3);
+    struct evaluation e = evaluate_heldout(&m, d, bytes, 2, SEQ, 13);
+    assert_int_equal(e.targets, 3 * SEQ);
+    assert_int_equal(e.bytes, 3 * SEQ);
+    assert_true(e.loss == wanted.loss);
+    tokenizer_close(bytes);
+    data_close(d);
+    model_close(&m);
+    close(file);
+    unlink(path);
+}
+
 // Zero weights cost ln V nats a token, whatever it is. So bits per byte tell how many bytes the ids stand for.
 static void bits_per_byte_count_the_bytes_of_long_tokens(void **state) {
     (void)state;
@@ -459,6 +485,7 @@ int main(void) {
         cmocka_unit_test(ids_outside_the_models_vocabulary_are_refused),
         cmocka_unit_test(heldout_loss_and_bits_are_those_of_the_targets),
         cmocka_unit_test(heldout_text_is_the_same_in_any_batch),
+        cmocka_unit_test(heldout_text_that_is_short_is_read_once),
         cmocka_unit_test(bits_per_byte_count_the_bytes_of_long_tokens),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -90,6 +90,8 @@ static void refused_command_lines_name_flag_found_and_wanted(void **state) {
         {"--batch 4.0", {"--batch: found '4.0'"}},
         {"--batch 3000000000", {"--batch: found '3000000000'", "2147483647"}},
         {"--batch 99999999999999999999", {"--batch: found '99999999999999999999'"}},
+        // (data is opened before the model is looked at: a window of --seq and this many tokens must have a length)
+        {"--mtp-depth 2147483647", {"--mtp-depth: found '2147483647'", "from 0 to 4"}},
         {"--batch 4 --batch 4", {"--batch: found twice"}},
         {"--batch 4 --batch=4", {"--batch: found twice"}},
         {"--resume --resume", {"--resume: found twice"}},
@@ -317,6 +319,7 @@ static void every_flag_round_trips_through_json_and_changes_nothing_else(void **
     cJSON_ArrayForEach(item, all) {
         const char *value = "7"; // in range for every number but these
         if (strncmp(item->string, "beta", 4) == 0) value = "0.7";
+        if (strcmp(item->string, "mtp-depth") == 0) value = "3";
         if (cJSON_IsBool(item)) value = cJSON_IsTrue(item) ? "false" : "true";
         if (cJSON_IsString(item)) value = "\"x \\\"y\\\" \\u00e9\"";
         if (strcmp(item->string, "schedule") == 0) value = "\"constant\"";
@@ -624,7 +627,6 @@ static void every_broken_rule_names_both_flags_and_values(void **state) {
         {"{\"top-groups\": 0}", {"--top-groups: found 0", "--dense-layers 1"}},
         {"{\"hidden\": 2000000000}", {"--hidden: found 2000000000", "1 to 1073741823"}},
         {"{\"layers\": 100000}", {"--layers: found 100000", "65536"}},
-        {"{\"mtp-depth\": 5}", {"--mtp-depth: found 5", "0 to 4"}},
         {"{\"heads\": 1000000, \"nope-dim\": 10000}", {"--heads: found 1000000", "--nope-dim + --rope-dim = 10008"}},
         {"{\"heads\": 1000000, \"value-dim\": 10000}", {"--heads: found 1000000", "--nope-dim + --value-dim = 10016"}},
         {"{\"shared-experts\": 1000000, \"expert-intermediate\": 10000}",
@@ -679,6 +681,7 @@ static void values_that_no_flag_would_take_are_refused_too(void **state) {
         BROKEN("--value-dim", value_dim, 0),
         BROKEN("--shared-experts", shared_experts, -1),
         BROKEN("--mtp-depth", mtp_depth, -1),
+        BROKEN("--mtp-depth", mtp_depth, MTP_MAX + 1),
         BROKEN("--max-positions", max_positions, 0),
         BROKEN("--groups", groups, -4),
         BROKEN("--experts", experts, INT_MAX),

@@ -125,6 +125,21 @@ static void samples_stand_before_between_and_after(void **state) {
         assert_true(*c == '\n' || isprint((unsigned char)*c) || (*c & 0x80)); // noise, fit for a UTF-8 terminal
 }
 
+// U+009B begins a command to a terminal, as ESC [ does. A model that has read little else writes it.
+static void samples_hold_no_controls_of_latin_1(void **state) {
+    (void)state;
+    char text[3000];
+    for (size_t i = 0; i < sizeof text; i++) text[i] = i % 2 ? '\x9b' : '\xc2';
+    write_file("text", text, sizeof text);
+    assert_runs(UNIT, "--batch", "2", "--eval-every", "0", "--steps", "30", "--sample-tokens", "40", "--data",
+                at("text"), "--out", at("run"));
+    const char *after = strstr(out, "--- sample after training ---\n");
+    assert_non_null(after);
+    assert_contains(after, "...."); // what stands in their place
+    for (const unsigned char *c = (const unsigned char *)after; *c; c++)
+        assert_false(c[0] == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0);
+}
+
 static void evaluations_are_logged(void **state) {
     (void)state;
     assert_runs(UNIT, "--batch", "2", "--sample-tokens", "0", "--steps", "5", "--eval-every", "2", "--out", at("run"));
@@ -657,6 +672,7 @@ int main(void) {
         TEST(json_lines_hold_the_numbers_of_the_step_lines),
         TEST(step_lines_are_aligned),
         TEST(samples_stand_before_between_and_after),
+        TEST(samples_hold_no_controls_of_latin_1),
         TEST(evaluations_are_logged),
         TEST(moe_layers_are_logged),
         TEST(intervals_of_zero_mean_never),

@@ -187,6 +187,27 @@ static void text_with_a_tokenizer_is_what_its_shards_are(void **state) {
     assert_error("--data: ");
 }
 
+// A run that goes on has its tokenizer in the checkpoint: the file it was read from may be gone, or hold another by now.
+static void run_that_goes_on_has_its_own_tokenizer(void **state) {
+    (void)state;
+    char command[512];
+    snprintf(command, sizeof command, "cp %s %s", BPE, at("mine.json"));
+    assert_int_equal(system(command), 0);
+    assert_runs(SHORT, "--steps", "4", "--data", "README.md", "--tokenizer", at("mine.json"), "--out", at("straight"));
+    assert_runs(SHORT, "--steps", "2", "--data", "README.md", "--tokenizer", at("mine.json"), "--out", at("run"));
+    assert_int_equal(remove(at("mine.json")), 0);
+    assert_runs("--resume", "--steps", "4", "--save-every", "500", "--out", at("run"));
+    static const char *const files[] = {"tokenizer.json", "tokenizer_config.json", "state-00001-of-00005.safetensors"};
+    for (int i = 0; i < 3; i++) {
+        char straight[128], resumed[128];
+        snprintf(straight, sizeof straight, "straight/step-00000004/%s", files[i]);
+        snprintf(resumed, sizeof resumed, "run/step-00000004/%s", files[i]);
+        assert_true(same_tree(straight, resumed));
+    }
+    assert_refused("--resume", "--steps", "5", "--tokenizer", at("gone.json"), "--out", at("run")); // asked for now
+    assert_error("--tokenizer: ");
+}
+
 static void tokenizer_that_is_none_is_refused(void **state) {
     (void)state;
     write_file("tokenizer.json", "{\"model\": {\"type\": \"Unigram\"}}", 30);
@@ -198,6 +219,52 @@ static void tokenizer_that_is_none_is_refused(void **state) {
     write_shard("ids.bin", 2, 300, 300, 0, 0);
     assert_runs(SHORT, "--steps", "2", "--data", at("ids.bin"), "--out", at("run"));
     assert_contains(err, "mok: warning: tokenizer: ");
+}
+
+// Bytes among the ids of some tokenizer train and evaluate without complaint, and mean nothing.
+static void text_beside_ids_of_an_unknown_tokenizer_is_refused(void **state) {
+    (void)state;
+    write_shard("ids.bin", 2, 300, 300, 0, 0);
+    assert_refused(SHORT, "--steps", "2", "--data", at("ids.bin"), "--eval-data", "README.md", "--out", at("run"));
+    assert_error("--tokenizer: ");
+    assert_contains(err, "README.md");
+    assert_false(exists("run"));
+    assert_runs(SHORT, "--steps", "2", "--data", at("ids.bin"), "--out", at("run"));
+    assert_refused("--evaluate", "--from", at("run"), "--data", "README.md");
+    assert_error("--tokenizer: ");
+    assert_refused("--evaluate", "--from", at("run")); // on stories
+    assert_error("--tokenizer: ");
+    assert_contains(err, "stories");
+    assert_refused("--from", at("run"), "--seq", "32", "--batch", "2", "--warmup", "1", "--out", at("next"));
+    assert_error("--tokenizer: ");
+    // Ids need no tokenizer, and whoever names one takes the blame.
+    assert_runs("--evaluate", "--from", at("run"), "--eval-data", at("ids.bin"));
+    assert_runs("--evaluate", "--from", at("run"), "--data", "README.md", "--tokenizer", "bytes");
+    assert_refused("--evaluate", "--from", at("run"), "--data", at("missing"));
+    assert_error(at("missing")); // what is not there is no text
+    // One that cannot be read is not done without either.
+    write_file("tokenizer.json", "{}", 2);
+    assert_refused(SHORT, "--steps", "2", "--data", at("ids.bin"), "--eval-data", "README.md", "--out", at("other"));
+    assert_error("tokenizer: ");
+}
+
+// The header knows how many ids its tokenizer had: with more or fewer it was another one.
+static void shards_of_another_tokenizer_are_noticed(void **state) {
+    (void)state;
+    make_tokens("prose", BPE, "README.md");
+    write_shard("bytes.bin", 2, 257, 900, 0, 0);
+    write_shard("unknown.bin", 2, 0, 900, 0, 0);
+    assert_refused(SHORT, "--steps", "2", "--data", at("prose_train_*.bin"), "--tokenizer", "bytes", "--out",
+                   at("run"));
+    assert_error(at("prose_train_000001.bin"));
+    assert_contains(err, "found a vocabulary of 1500 in the header, wanted at most the 257 ids of the tokenizer");
+    assert_runs(SHORT, "--steps", "2", "--data", at("prose_train_*.bin"), "--out", at("run"));
+    assert_string_equal(err, "");
+    assert_runs("--evaluate", "--from", at("run"), "--data", at("bytes.bin"), "--eval-sequences", "2");
+    assert_contains(err, "mok: warning: ");
+    assert_contains(err, "found a vocabulary of 257 in the header, wanted the 1500 ids of the tokenizer");
+    assert_runs("--evaluate", "--from", at("run"), "--data", at("unknown.bin"), "--eval-sequences", "2");
+    assert_string_equal(err, "");
 }
 
 // ---- questions ----
@@ -245,7 +312,10 @@ int main(void) {
         TEST(moved_data_is_the_same_data),
         TEST(run_on_bpe_shards_speaks_text),
         TEST(text_with_a_tokenizer_is_what_its_shards_are),
+        TEST(run_that_goes_on_has_its_own_tokenizer),
         TEST(tokenizer_that_is_none_is_refused),
+        TEST(text_beside_ids_of_an_unknown_tokenizer_is_refused),
+        TEST(shards_of_another_tokenizer_are_noticed),
         TEST(questions_are_answered_with_any_batch),
     };
     return run_program_tests(tests);

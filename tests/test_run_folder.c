@@ -3,7 +3,10 @@
 #include "tests/folder.h"
 
 #include <cjson/cJSON.h>
+#include <errno.h>
 #include <inttypes.h>
+#include <sys/file.h>
+#include <sys/syscall.h>
 
 #include "data/files.h"
 #include "kernels/kernels.h"
@@ -175,6 +178,33 @@ static void a_run_is_a_log_with_a_line_or_any_checkpoint(void **state) {
     assert_true(exists("run/notes.txt") && !exists("run/step-00000001"));
 }
 
+static int lock_errno; // what flock is made to fail with; 0: it works
+
+// Stands before the C library's.
+int flock(int file, int operation) {
+    if (!lock_errno) return (int)syscall(SYS_flock, file, operation);
+    errno = lock_errno;
+    return -1;
+}
+
+// (Lustre without its lock option says ENOSYS, NFS without a lock daemon ENOLCK: nobody else runs there for that.)
+static void folder_that_cannot_be_locked_is_used_with_a_warning(void **state) {
+    (void)state;
+    static const int reasons[] = {ENOSYS, ENOLCK, EOPNOTSUPP};
+    set_options(at("run"));
+    for (int i = 0; i < 3; i++) {
+        lock_errno = reasons[i];
+        assert_opens();
+        assert_contains(text, "mok: warning: --out: cannot lock ");
+        assert_contains(text, strerror(reasons[i]));
+    }
+    lock_errno = EWOULDBLOCK;
+    assert_refused("found that another process runs in ");
+    lock_errno = 0;
+    assert_opens();
+    assert_null(strstr(text, "warning"));
+}
+
 static void resume_mends_what_a_killed_save_left(void **state) {
     (void)state;
     set_options(at("run"));
@@ -278,6 +308,7 @@ int main(void) {
         TEST(a_very_long_path_is_used),
         TEST(what_cannot_be_a_folder_is_refused),
         TEST(a_run_is_a_log_with_a_line_or_any_checkpoint),
+        TEST(folder_that_cannot_be_locked_is_used_with_a_warning),
         TEST(resume_mends_what_a_killed_save_left),
         TEST(too_little_space_is_refused_before_the_run),
         TEST(as_many_checkpoints_are_counted_as_there_will_be),
