@@ -10,7 +10,7 @@
 #include "kernels/fail.h"
 #include "kernels/random.h"
 
-// What one split reads: `windows` windows of a source from window `first` on; window w starts at token w * length.
+// What one split reads: `windows` windows of a source; window w starts at token first + w * length.
 struct part {
     const struct source *source;
     uint64_t first, windows; // both 0 for stories
@@ -28,41 +28,40 @@ struct data {
 
 static bool source_is_stories(const struct source *s) { return s->kind == SOURCE_STORIES; }
 
-// Windows that lie wholly inside a file, lookahead included.
-static uint64_t count_windows(const struct data *d, const struct source *s) {
-    return s->tokens > d->lookahead ? (s->tokens - d->lookahead) / d->length : 0;
+// Windows that lie wholly inside so many tokens, lookahead included.
+static uint64_t count_windows(const struct data *d, uint64_t tokens) {
+    return tokens > d->lookahead ? (tokens - d->lookahead) / d->length : 0;
 }
 
-static void require_windows(const struct data *d, const struct source *s, uint64_t wanted, const char *purpose) {
-    if (count_windows(d, s) >= wanted) return;
-    fail_user(
-        s->spec,
-        "found %" PRIu64 " tokens%s, wanted at least %" PRIu64 " for %s with --seq %zu; give %s or a smaller --seq",
-        s->tokens, s->kind == SOURCE_SHARDS ? "" : " (its text and one end of text)", wanted * d->length + d->lookahead,
-        purpose, d->length, s->kind == SOURCE_SHARDS ? "more shards" : "a longer text");
+static void require_tokens(const struct data *d, const struct source *s, uint64_t wanted, const char *purpose) {
+    if (s->tokens >= wanted) return;
+    fail_user(s->spec,
+              "found %" PRIu64 " tokens%s, wanted at least %" PRIu64
+              " for %s with --seq %zu; give %s or a smaller --seq",
+              s->tokens, s->kind == SOURCE_SHARDS ? "" : " (its text and one end of text)", wanted, purpose, d->length,
+              s->kind == SOURCE_SHARDS ? "more shards" : "a longer text");
 }
 
 static struct part take_all(const struct data *d, const struct source *s, const char *purpose) {
     if (source_is_stories(s)) return (struct part){.source = s};
-    require_windows(d, s, 1, purpose);
-    return (struct part){.source = s, .windows = count_windows(d, s)};
+    require_tokens(d, s, d->length + d->lookahead, purpose);
+    return (struct part){.source = s, .windows = count_windows(d, s->tokens)};
 }
 
-// The last twentieth is held out. The first target of eval window v is token v * length + 1, and the train window
-// before it reads up to token v * length + lookahead - 1; with MTP windows in between are left out until these two
-// do not meet, so that nothing evaluated was trained on.
+// The last twentieth of the tokens is held out, or as much more as one window takes. Where it begins does not depend on
+// how long the windows are, unless there is but one: what a run has trained on is not held out from another --seq or MTP
+// depth either.
 static void hold_out(struct data *d) {
     const struct source *s = &d->train;
     if (source_is_stories(s)) {
         d->parts[DATA_TRAIN] = d->parts[DATA_EVAL] = (struct part){.source = s};
         return;
     }
-    uint64_t gap = (d->lookahead - 1 + d->length - 1) / d->length;
-    require_windows(d, s, 2 + gap, "one sequence to train and one to evaluate");
-    uint64_t used = count_windows(d, s) - gap;
-    uint64_t eval = used / 20 > 0 ? used / 20 : 1;
-    d->parts[DATA_TRAIN] = (struct part){.source = s, .first = 0, .windows = used - eval};
-    d->parts[DATA_EVAL] = (struct part){.source = s, .first = used - eval + gap, .windows = eval};
+    uint64_t one = d->length + d->lookahead;
+    require_tokens(d, s, 2 * one, "one sequence to train and one to evaluate");
+    uint64_t held = s->tokens / 20 > one ? s->tokens / 20 : one, border = s->tokens - held;
+    d->parts[DATA_TRAIN] = (struct part){.source = s, .windows = count_windows(d, border)};
+    d->parts[DATA_EVAL] = (struct part){.source = s, .first = border, .windows = count_windows(d, held)};
 }
 
 static void open_source(struct source *s, const char *spec, const char *flag, const struct tokenizer *tokenizer) {
@@ -151,12 +150,12 @@ static uint64_t permute(uint64_t index, uint64_t n, uint64_t key) {
     return index;
 }
 
-// The window of the file that a sequence number stands for.
+// The first token of the window that a sequence number stands for.
 static uint64_t find_window(const struct data *d, enum data_split split, uint64_t sequence) {
     const struct part *p = &d->parts[split];
     uint64_t index = sequence % p->windows, epoch = sequence / p->windows;
     if (split == DATA_TRAIN) index = permute(index, p->windows, random_mix(random_mix(d->seed) + epoch));
-    return p->first + index;
+    return p->first + index * d->length;
 }
 
 // ---- reading ----
@@ -164,8 +163,7 @@ static uint64_t find_window(const struct data *d, enum data_split split, uint64_
 bool data_read(const struct data *d, enum data_split split, uint64_t sequence, int32_t *tokens, struct data_error *e) {
     const struct source *s = d->parts[split].source;
     size_t n = d->length + d->lookahead;
-    if (!source_is_stories(s))
-        return source_read(s, find_window(d, split, sequence) * d->length, n, d->vocab, tokens, e);
+    if (!source_is_stories(s)) return source_read(s, find_window(d, split, sequence), n, d->vocab, tokens, e);
     // random_mix is a bijection: no two sequences, of either split, start from the same state.
     source_tell(s, random_mix(random_mix(d->seed) + 2 * sequence + (split == DATA_EVAL)), n, tokens);
     return true;
@@ -193,7 +191,7 @@ static void describe_part(const struct data *d, enum data_split split, FILE *fil
     fprintf(file, "%-5s | %s | ", split == DATA_TRAIN ? "train" : "eval", p->source->spec);
     source_describe(p->source, file);
     if (!source_is_stories(p->source))
-        fprintf(file, " | windows of %zu: %" PRIu64 " from %" PRIu64 " on%s", d->length, p->windows, p->first,
+        fprintf(file, " | windows of %zu: %" PRIu64 " from token %" PRIu64 " on%s", d->length, p->windows, p->first,
                 split == DATA_EVAL && p->source == &d->train ? ", held out" : "");
     fputc('\n', file);
 }
@@ -209,7 +207,6 @@ struct cJSON *data_identity(const struct data *d) {
     if (!identity) data_fail(&e);
     if (source_is_stories(&d->train)) return identity;
     file_json_add_integer(identity, "length", d->length);
-    file_json_add_integer(identity, "first", d->parts[DATA_TRAIN].first);
     file_json_add_integer(identity, "windows", d->parts[DATA_TRAIN].windows);
     return identity;
 }

@@ -50,7 +50,7 @@ void data_describe(const struct data *d, FILE *file);
 
 // ---- identity: what a resumed run must find again ----
 
-// The train split, for the caller to free: {"files": [{"name", "bytes", "hash"}...], "tokens", "length", "first",
+// The train split, for the caller to free: {"files": [{"name", "bytes", "hash"}...], "tokens", "length",
 // "windows", "tokenizer" where one encoded the text}, or {"stories": hash, "tokenizer"}. Reads files (up to 256 MiB of
 // them, some of larger ones); one that cannot be read ends the program.
 struct cJSON *data_identity(const struct data *d);

@@ -125,7 +125,7 @@ struct cJSON *source_identity(const struct source *s, struct data_error *e) {
 struct side {
     const struct cJSON *files;
     const char *stories, *tokenizer;
-    uint64_t tokens, length, first, windows;
+    uint64_t tokens, length, windows;
 };
 
 static const char *text_of(const struct cJSON *object, const char *name) {
@@ -146,7 +146,6 @@ static struct side side_of(const struct cJSON *identity) {
                          .tokenizer = text_of(identity, "tokenizer"),
                          .tokens = integer_of(identity, "tokens"),
                          .length = integer_of(identity, "length"),
-                         .first = integer_of(identity, "first"),
                          .windows = integer_of(identity, "windows")};
 }
 
@@ -209,7 +208,7 @@ static bool compare_windows(const struct side *before, const struct side *now, c
     if (before->length != now->length)
         return file_error(difference, size, "sequences of %" PRIu64 " tokens before, %" PRIu64 " now", before->length,
                           now->length);
-    if (before->first == now->first && before->windows == now->windows) return true;
+    if (before->windows == now->windows) return true;
     return file_error(difference, size,
                       "%" PRIu64 " sequences before, %" PRIu64 " now: evaluation data was %s before and is %s now",
                       before->windows, now->windows, before->windows < now->windows ? "held out" : "not held out",

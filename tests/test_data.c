@@ -95,12 +95,13 @@ static void test_read_depends_on_seed_and_sequence_only(void **state) {
 
 static void test_epoch_visits_every_window_once(void **state) {
     (void)state;
-    static const size_t sizes[] = {2 * T, 3 * T, 5 * T, 300, 4096, 33333};
+    static const size_t sizes[] = {2 * T + 1, 3 * T, 5 * T, 300, 4096, 33333};
     for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
         const char *path = write_positions("positions", sizes[k]);
         struct data *d = data_open(path, NULL, NULL, 3, T, 1);
         uint64_t windows = data_windows(d, DATA_TRAIN);
-        assert_int_equal(windows + data_windows(d, DATA_EVAL), sizes[k] / T);
+        size_t tokens_in_all = sizes[k] + 1, held = tokens_in_all / 20 > T + 1 ? tokens_in_all / 20 : T + 1;
+        assert_int_equal(windows, (tokens_in_all - held - 1) / T);
         for (uint64_t epoch = 0; epoch < 4; epoch++) {
             unsigned char *seen = calloc(windows, 1);
             for (uint64_t i = 0; i < windows; i++) {
@@ -144,7 +145,7 @@ static void test_epochs_and_seeds_shuffle_differently(void **state) {
 
 static void test_shuffle_favours_no_window(void **state) {
     (void)state;
-    static const size_t sizes[] = {3 * T, 4 * T, 300};
+    static const size_t sizes[] = {3 * T + 1, 4 * T + 1, 300};
     for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
         const char *path = write_positions("positions", sizes[k]);
         struct data *d = data_open(path, NULL, NULL, 11, T, 1);
@@ -196,14 +197,15 @@ static void test_evaluated_targets_are_never_trained_on(void **state) {
     static const struct {
         size_t bytes;
         int length, lookahead;
-    } cases[] = {{300, 16, 1}, {300, 16, 2}, {300, 16, 3}, {5000, 16, 17}, {5000, 16, 18}, {400, 2, 7}, {9000, 8, 2}};
+    } cases[] = {{300, 16, 1}, {301, 16, 2}, {300, 16, 3}, {5001, 16, 17}, {5001, 16, 18}, {401, 2, 7}, {9001, 8, 2}};
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         size_t n = cases[k].bytes, reach = (size_t)(cases[k].length + cases[k].lookahead);
         const char *path = write_positions("positions", n);
         struct data *d = data_open(path, NULL, NULL, 1, cases[k].length, cases[k].lookahead);
         uint64_t train = data_windows(d, DATA_TRAIN), eval = data_windows(d, DATA_EVAL);
-        assert_true(eval >= 1 && eval <= train);
-        assert_int_equal(eval, train + eval < 40 ? 1 : (train + eval) / 20);
+        size_t held = (n + 1) / 20 > reach ? (n + 1) / 20 : reach; // the last twentieth of the tokens, or one window
+        assert_int_equal(eval, (held - (size_t)cases[k].lookahead) / (size_t)cases[k].length);
+        assert_int_equal(train, (n + 1 - held - (size_t)cases[k].lookahead) / (size_t)cases[k].length);
         unsigned char *trained = calloc(n + 1, 1);
         int32_t tokens[64];
         for (uint64_t s = 0; s < train; s++) {
@@ -218,14 +220,38 @@ static void test_evaluated_targets_are_never_trained_on(void **state) {
             size_t start = position_of(tokens);
             assert_true(start > previous && start + reach <= n + 1);
             previous = start;
-            for (size_t i = start + 1; i < start + reach; i++) assert_int_equal(trained[i], 0);
+            for (size_t i = start; i < start + reach; i++) assert_int_equal(trained[i], 0);
         }
-        // No more than the needed gap and less than one window is wasted.
+        // Less than one window is wasted at the end.
         assert_true(previous + (size_t)cases[k].length + reach > n + 1);
         free(trained);
         data_close(d);
         unlink(path);
     }
+}
+
+// A checkpoint may be evaluated with longer sequences, or without the MTP modules it was trained with.
+static void test_what_is_held_out_does_not_depend_on_the_windows(void **state) {
+    (void)state;
+    const char *path = write_positions("positions", 59999);
+    static const int lengths[] = {4, 16, 62}, lookaheads[] = {1, 2, 3};
+    size_t first_held[9], last_trained = 0;
+    for (int k = 0; k < 9; k++) {
+        struct data *d = data_open(path, NULL, NULL, 1, lengths[k / 3], lookaheads[k % 3]);
+        int32_t tokens[65];
+        data_read_or_fail(d, DATA_EVAL, 0, tokens);
+        first_held[k] = position_of(tokens);
+        assert_int_equal(first_held[k], first_held[0]);
+        for (uint64_t s = 0; s < data_windows(d, DATA_TRAIN); s++) {
+            data_read_or_fail(d, DATA_TRAIN, s, tokens);
+            size_t last = position_of(tokens) + (size_t)(lengths[k / 3] + lookaheads[k % 3]) - 1;
+            if (last > last_trained) last_trained = last;
+        }
+        data_close(d);
+    }
+    assert_int_equal(first_held[0], 60000 - 3000);
+    assert_true(last_trained < first_held[0]);
+    unlink(path);
 }
 
 static void test_lookahead_is_the_start_of_the_next_window(void **state) {
@@ -316,9 +342,8 @@ static void test_files_beyond_4_gib(void **state) {
         unlink(path);
         skip();
     }
-    struct data *d = data_open(path, NULL, NULL, 1, T, 1);
-    uint64_t windows = data_windows(d, DATA_TRAIN) + data_windows(d, DATA_EVAL);
-    assert_true(windows == size / T);
+    struct data *d = data_open(path, path, NULL, 1, T, 1);
+    assert_true(data_windows(d, DATA_EVAL) == size / T);
     int32_t tokens[T + 1];
     data_read_or_fail(d, DATA_EVAL, data_windows(d, DATA_EVAL) - 1, tokens);
     for (int i = 0; i < T; i++) assert_int_equal(tokens[i], tail[i]);
@@ -338,7 +363,7 @@ static void test_description_names_sources_and_windows(void **state) {
     assert_non_null(strstr(text, "stories"));
     assert_non_null(strstr(text, path));
     assert_non_null(strstr(text, "301 byte tokens"));
-    assert_non_null(strstr(text, "18 from 0"));
+    assert_non_null(strstr(text, "18 from token 0"));
     assert_int_equal(data_windows(d, DATA_TRAIN), 0);
     assert_int_equal(data_epoch(d, DATA_TRAIN, 1000), 0);
     data_close(d);
@@ -412,16 +437,15 @@ static void test_unreadable_file_is_refused(void **state) {
 
 static void test_short_files_are_refused_with_both_sizes(void **state) {
     (void)state;
-    const char *path = write_positions("short", 31); // 32 tokens; two windows of 16 and their lookahead are 33
-    assert_refused(path, NULL, T, 1, NULL, WORDS(path, "found 32 tokens", "at least 33", "--seq 16", "smaller --seq"));
-    // An MTP token ahead costs one window between the splits: 3 * 16 + 2.
-    assert_refused(path, NULL, T, 2, NULL, WORDS(path, "found 32 tokens", "at least 50"));
+    const char *path = write_positions("short", 31); // 32 tokens; two windows of 16 and their lookahead are 34
+    assert_refused(path, NULL, T, 1, NULL, WORDS(path, "found 32 tokens", "at least 34", "--seq 16", "smaller --seq"));
+    assert_refused(path, NULL, T, 2, NULL, WORDS(path, "found 32 tokens", "at least 36"));
     assert_refused(path, "stories", 32, 1, NULL, WORDS(path, "found 32 tokens", "at least 33", "to train"));
     assert_refused("stories", path, 32, 1, NULL, WORDS(path, "found 32 tokens", "at least 33", "to evaluate"));
     struct data *d = data_open(path, path, NULL, 31, 1, 1); // one window is enough for a split of its own
     data_close(d);
     unlink(path);
-    path = write_positions("short", 32);
+    path = write_positions("short", 33);
     d = data_open(path, NULL, NULL, 1, T, 1);
     assert_int_equal(data_windows(d, DATA_TRAIN), 1);
     assert_int_equal(data_windows(d, DATA_EVAL), 1);
@@ -660,6 +684,7 @@ int main(void) {
         cmocka_unit_test(test_shuffle_favours_no_window),
         cmocka_unit_test(test_ranks_together_read_the_whole_epoch),
         cmocka_unit_test(test_evaluated_targets_are_never_trained_on),
+        cmocka_unit_test(test_what_is_held_out_does_not_depend_on_the_windows),
         cmocka_unit_test(test_lookahead_is_the_start_of_the_next_window),
         cmocka_unit_test(test_small_file_wraps_and_counts_epochs),
         cmocka_unit_test(test_every_byte_value_and_the_end_are_read),

@@ -64,7 +64,6 @@ static void identity_lists_files_and_windows(void **state) {
     assert_int_equal(cJSON_GetObjectItem(b, "bytes")->valueint, 1424);
     assert_int_equal(strspn(cJSON_GetObjectItem(b, "hash")->valuestring, "0123456789abcdef"), 16);
     assert_int_equal(cJSON_GetObjectItem(json, "tokens")->valueint, 400);
-    assert_int_equal(cJSON_GetObjectItem(json, "first")->valueint, 0);
     assert_int_equal(cJSON_GetObjectItem(json, "windows")->valueint, 23); // of 24
     assert_int_equal(cJSON_GetObjectItem(json, "length")->valueint, T);
     assert_null(cJSON_GetObjectItem(json, "tokenizer"));

@@ -224,8 +224,8 @@ static void description_counts_shards_and_tokens(void **state) {
     data_describe(d, file);
     fclose(file);
     assert_contains(text, at("s*.bin"));
-    assert_contains(text, "4 shards, 143 tokens of 16 bits | windows of 16: 7 from 0 on\n");
-    assert_contains(text, "windows of 16: 1 from 7 on, held out\n");
+    assert_contains(text, "4 shards, 143 tokens of 16 bits | windows of 16: 7 from token 0 on\n");
+    assert_contains(text, "windows of 16: 1 from token 126 on, held out\n");
     data_close(d);
 }
 
