@@ -455,8 +455,15 @@ bool checkpoint_newest(const char *run_folder, char *path, size_t size, FILE *lo
 }
 
 void checkpoint_find(const char *folder, char *path, size_t size) {
-    if (!checkpoint_newest(folder, path, size, stderr) && snprintf(path, size, "%s", folder) >= (int)size)
-        fail_user(folder, "found a path of %zu bytes, wanted less than %zu; use a shorter one", strlen(folder), size);
+    if (checkpoint_newest(folder, path, size, stderr)) return;
+    char log[FILE_PATH];
+    file_path(log, folder, "log.jsonl");
+    if (checkpoint_exists(folder) || access(log, F_OK) == 0)
+        fail_user("--from",
+                  "found a run without a whole checkpoint in %s, wanted one with; name another run or a checkpoint",
+                  folder);
+    if (snprintf(path, size, "%s", folder) >= (int)size)
+        fail_user("--from", "found a path of %zu bytes, wanted less than %zu; use a shorter one", strlen(folder), size);
 }
 
 bool checkpoint_exists(const char *run_folder) {
@@ -487,14 +494,20 @@ int checkpoint_count_modules(const char *folder, const struct config *config) {
     return modules;
 }
 
-int checkpoint_trained_length(const char *folder) {
+struct cJSON *checkpoint_read_options(const char *folder) {
     char path[FILE_PATH], error[FILE_ERROR];
     file_path(path, folder, trainer_name);
     struct cJSON *json = file_read_json(path, error, sizeof error);
-    const struct cJSON *options = cJSON_GetObjectItemCaseSensitive(json, "options");
+    struct cJSON *options = cJSON_DetachItemFromObjectCaseSensitive(json, "options");
+    cJSON_Delete(json);
+    return options;
+}
+
+int checkpoint_trained_length(const char *folder) {
+    struct cJSON *options = checkpoint_read_options(folder);
     const struct cJSON *seq = cJSON_GetObjectItemCaseSensitive(options, "seq");
     int length = cJSON_IsNumber(seq) && seq->valuedouble >= 1 && seq->valuedouble <= INT_MAX ? seq->valueint : 0;
-    cJSON_Delete(json);
+    cJSON_Delete(options);
     return length;
 }
 

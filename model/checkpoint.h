@@ -60,8 +60,8 @@ bool checkpoint_newest(const char *run_folder, char *path, size_t size, FILE *lo
 // Whether a run has any checkpoint, complete or not.
 bool checkpoint_exists(const char *run_folder);
 
-// The checkpoint that a folder stands for: the newest complete one of a run, else the folder itself. Ends the program
-// (exit 2) when the path is too long.
+// The checkpoint that --from stands for: of a run folder the newest whole one, else the folder itself. Ends the program (exit
+// 2) when the run has none, or the path is too long.
 void checkpoint_find(const char *folder, char *path, size_t size);
 
 // Bytes of one checkpoint of a model, a little more than it will have; and bytes that the checkpoints of a run have now,
@@ -75,6 +75,10 @@ bool checkpoint_read_config(const char *folder, struct config *config, char *err
 // MTP modules that the files hold, of the config->mtp_depth that config.json speaks of: transformers knows none, and a
 // folder that it has saved has lost them. Ends the program (exit 2) when the files cannot be read.
 int checkpoint_count_modules(const char *folder, const struct config *config);
+
+// The options of the run that saved a checkpoint, for the caller to delete; NULL where there are none (a folder of other
+// origin).
+struct cJSON *checkpoint_read_options(const char *folder);
 
 // Tokens per sequence of the run that saved a checkpoint, from its options; 0 where there are none (a folder of other
 // origin).

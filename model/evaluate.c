@@ -5,6 +5,7 @@
 
 #include "data/progress.h"
 #include "kernels/fail.h"
+#include "kernels/stop.h"
 
 // ---- held-out text ----
 
@@ -34,7 +35,7 @@ struct evaluation evaluate_heldout(struct model *m, const struct data *d, const 
     struct step_totals totals = {0};
     double nats = 0;
     sequences = count_sequences(d, sequences);
-    for (int first = 0; first < sequences; first += batch) {
+    for (int first = 0; first < sequences && !stop_requested(); first += batch) {
         int rows = sequences - first < batch ? sequences - first : batch;
         for (int b = 0; b < rows; b++)
             data_read_or_fail(d, DATA_EVAL, (uint64_t)first + (uint64_t)b, tokens + (size_t)b * columns);
@@ -157,7 +158,7 @@ struct choice_counts evaluate_all_choices(struct model *m, const struct choices 
     enum { PIECE = 32 }; // examples between two looks at the bar
     struct choice_counts counts = {0};
     struct progress progress = progress_begin("questions", "", (uint64_t)c->count);
-    for (int first = 0; first < c->count; first += PIECE) {
+    for (int first = 0; first < c->count && !stop_requested(); first += PIECE) {
         int count = c->count - first < PIECE ? c->count - first : PIECE;
         evaluate_choices(m, c, batch, seq, first, count, &counts);
         progress_show(&progress, (uint64_t)(first + count));

@@ -1,4 +1,5 @@
 // How good a model is: loss and bits per byte of held-out text, and accuracy on multiple-choice questions.
+// A signal that asks the program to end (kernels/stop.h) cuts an evaluation short.
 #ifndef MOK_MODEL_EVALUATE_H
 #define MOK_MODEL_EVALUATE_H
 

@@ -8,6 +8,7 @@
 
 #include "kernels/fail.h"
 #include "kernels/random.h"
+#include "kernels/stop.h"
 #include "model/saved_model.h"
 #include "model/vocabulary.h"
 
@@ -36,7 +37,7 @@ int generate_tokens(struct model *m, int32_t *tokens, int prompt, int count, dou
     float *logits = malloc(sizeof *logits * (size_t)V);
     if (!logits) fail_internal("sampling", "found no memory for %d logits", V);
     int added = 0;
-    while (added < count) {
+    while (added < count && !stop_requested()) {
         int length = prompt + added, window = length < m->acts.seq ? length : m->acts.seq;
         model_logits(m, tokens + length - window, window, window - 1, logits);
         int32_t next = generate_pick(logits, V, temperature, uniform_at(seed, (uint64_t)length));

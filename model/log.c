@@ -95,6 +95,8 @@ void log_close(struct run_log *log) {
     *log = (struct run_log){0};
 }
 
+void log_sync(struct run_log *log) { check_write(log, fsync(fileno(log->json)) == 0); }
+
 // ---- the human line ----
 
 // A line that is put together piece by piece.

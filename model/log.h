@@ -19,6 +19,8 @@ struct run_log {
 // no step appears twice; what is no whole line of a log goes too. Ends the program (exit 2) when it cannot be opened.
 void log_open(struct run_log *log, const struct trainer *t, const char *folder);
 void log_close(struct run_log *log);
+// Puts what was logged on the disk.
+void log_sync(struct run_log *log);
 
 void log_step(struct run_log *log, const struct trainer *t, const struct step_report *report, double seconds);
 void log_eval(struct run_log *log, const struct trainer *t, struct evaluation e);

@@ -548,15 +548,34 @@ void options_take_model(struct options *o, const struct config *found, const cha
     }
 }
 
+static void read_saved(struct options *o, const struct cJSON *saved, const char *folder) {
+    options_set_preset(o, "tiny");
+    const char *wrong = options_from_json(o, saved);
+    if (wrong)
+        fail_user(folder, "found settings that this program does not know: %s; use the program that saved it", wrong);
+}
+
+void options_take_data(struct options *o, const struct cJSON *saved, const char *folder, int argc, char **argv) {
+    const char *values[FLAGS] = {0};
+    collect(values, argc, argv);
+    bool data = value_given(values, "data"), eval_data = value_given(values, "eval-data");
+    if (!saved && !data)
+        fail_user("--data", "found none, wanted --data SPEC: nothing in %s says what it was trained on", folder);
+    if (!saved) return;
+    struct options theirs;
+    read_saved(&theirs, saved, folder);
+    if (!value_given(values, "seed")) o->seed = theirs.seed;
+    if (data) return;
+    snprintf(o->data, sizeof o->data, "%s", theirs.data);
+    if (!eval_data) snprintf(o->eval_data, sizeof o->eval_data, "%s", theirs.eval_data);
+}
+
 void options_resume(struct options *o, const struct cJSON *saved, const char *folder, int argc, char **argv) {
     const char *values[FLAGS] = {0};
     collect(values, argc, argv);
     struct options before, now;
-    options_set_preset(&before, "tiny");
-    const char *wrong = options_from_json(&before, saved);
-    if (wrong)
-        fail_user(folder, "found settings that this program does not know: %s; resume with the program that saved it",
-                  wrong);
+    read_saved(&before, saved, folder);
+    before.resume = before.override = before.overwrite = false; // how it was started
     const char *preset = value_given(values, "preset");
     if (preset && strcmp(preset, before.preset) != 0)
         fail_user("--preset", "found %s, wanted %s as in %s; leave it out", preset, before.preset, folder);

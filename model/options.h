@@ -67,6 +67,10 @@ void options_settle(struct options *o, int argc, char **argv);
 // stay, and what they change is printed; a size is refused, but for fewer MTP modules.
 void options_take_model(struct options *o, const struct config *found, const char *folder, int argc, char **argv);
 
+// For --evaluate: --data, --eval-data and --seed that were not given are those saved in folder; saved may be NULL, and
+// then --data must have been given.
+void options_take_data(struct options *o, const struct cJSON *saved, const char *folder, int argc, char **argv);
+
 // For a resumed run: the settings are those saved in folder, and flags that were given change them. Every change is
 // printed. One that would make it another run is refused without --override, one of a tensor's size always; so is
 // another --preset.

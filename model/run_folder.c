@@ -31,6 +31,21 @@ static void make_folder(const char *path) {
         fail_user("--out", "found that %s is not a folder; name another one", path);
 }
 
+struct cJSON *run_folder_settings(const char *folder) {
+    char path[OPTION_TEXT + 32], error[FILE_ERROR];
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    if (access(path, F_OK) != 0) return NULL;
+    struct cJSON *json = file_read_json(path, error, sizeof error);
+    if (!json) fail_user("--out", "%s; wanted the settings of a run: mend it, or name another folder", error);
+    if (!cJSON_IsString(cJSON_GetObjectItemCaseSensitive(json, "preset")) ||
+        !cJSON_IsString(cJSON_GetObjectItemCaseSensitive(json, "out")))
+        fail_user("--out",
+                  "found that %s is not the config.json of a run, wanted a run's folder or one without it: weights "
+                  "would be lost; name another folder, and --from for the weights to begin with",
+                  path);
+    return json;
+}
+
 // A log without a line is that of a run which stopped before its first step: nothing would be lost.
 static bool holds_run(const char *folder) {
     char path[OPTION_TEXT + 32];
@@ -56,6 +71,7 @@ static void lock_folder(const char *folder) {
 void run_folder_open(const struct options *o, char *from, size_t size) {
     from[0] = 0;
     make_folder(o->out);
+    cJSON_Delete(run_folder_settings(o->out)); // a folder of something else stays as it is
     lock_folder(o->out);
     if (o->resume) {
         checkpoint_mend(o->out);
@@ -65,7 +81,7 @@ void run_folder_open(const struct options *o, char *from, size_t size) {
                       "found no complete checkpoint in %s, only the broken ones above; mend one, or start "
                       "again with --overwrite",
                       o->out);
-        printf("no complete checkpoint in %s: starting at the beginning\n", o->out);
+        printf("no checkpoint in %s yet: starting at the beginning\n", o->out);
     } else if (!o->overwrite && holds_run(o->out)) {
         fail_user("--out",
                   "found a run in %s; give --resume to go on with it, --overwrite to start again, or another --out",
@@ -115,7 +131,17 @@ static uint64_t free_bytes(const char *folder) {
     return (uint64_t)info.f_bavail * (uint64_t)info.f_frsize;
 }
 
+// Before anything is removed for a log that then cannot be written.
+static void check_log(const char *folder) {
+    char path[OPTION_TEXT + 32];
+    struct stat info;
+    snprintf(path, sizeof path, "%s/log.jsonl", folder);
+    if (stat(path, &info) == 0 && S_ISDIR(info.st_mode))
+        fail_user(path, "cannot open the log: %s; mend or move it", strerror(EISDIR));
+}
+
 void run_folder_begin(const struct options *o) {
+    check_log(o->out);
     run_folder_check_space(o, free_bytes(o->out));
     if (o->overwrite) checkpoint_remove_all(o->out);
     write_config(o);

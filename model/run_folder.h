@@ -17,6 +17,9 @@
 // from is empty when the run starts at the beginning; with --resume a line says so.
 void run_folder_open(const struct options *o, char *from, size_t size);
 
+// The settings in a run's config.json, for the caller to delete; NULL if there is none.
+struct cJSON *run_folder_settings(const char *folder);
+
 // Ends the program (exit 2) when the bytes available on its file system have no room for one checkpoint, and warns when
 // those that --keep asks for and the one being written will not fit beside each other.
 void run_folder_check_space(const struct options *o, uint64_t available);

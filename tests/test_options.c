@@ -426,6 +426,62 @@ static void compare_prints_what_changed_and_names_what_may_not(void **state) {
     assert_string_equal(options_compare(stdout, &before, &now, false), "lr");
 }
 
+// Whether a word stands in a list of words between spaces.
+static bool is_among(const char *name, const char *list) {
+    char word[80];
+    snprintf(word, sizeof word, " %s ", name);
+    return strstr(list, word) != NULL;
+}
+
+// Another value than the default, as options_from_json takes it.
+static cJSON *other_value(const cJSON *item) {
+    if (cJSON_IsString(item)) {
+        const char *word = item->valuestring; // text, or a choice
+        return cJSON_CreateString(strcmp(word, "cosine") == 0 ? "linear"
+                                  : strcmp(word, "tiny") == 0 ? "small"
+                                                              : "other");
+    }
+    if (cJSON_IsBool(item)) return cJSON_CreateBool(!cJSON_IsTrue(item));
+    return cJSON_CreateNumber(cJSON_IsRaw(item) && strtod(item->valuestring, NULL) == 2     ? 4
+                              : cJSON_IsRaw(item) && strtod(item->valuestring, NULL) < 0.99 ? 0.99
+                                                                                            : 2);
+}
+
+// Every flag, one by one: what a resumed run may change, only with --override, or never.
+static void every_flag_says_whether_a_resumed_run_may_change_it(void **state) {
+    (void)state;
+    static const char free_flags[] =
+        " preset data eval-data tokenizer from out resume override overwrite evaluate device "
+        "plan help steps save-every keep eval-every eval-sequences eval-choices "
+        "sample-every sample-tokens log-moe-every generate prompt temperature ";
+    static const char sizes[] = " vocab hidden layers dense-layers heads q-rank kv-rank nope-dim rope-dim value-dim "
+                                "intermediate mtp-depth expert-intermediate experts shared-experts ";
+    struct options before;
+    set_preset(&before, "tiny");
+    cJSON *all = options_to_json(&before), *item;
+    FILE *nowhere = fopen("/dev/null", "w");
+    cJSON_ArrayForEach(item, all) {
+        struct options now = before;
+        cJSON *change = cJSON_CreateObject();
+        cJSON_AddItemToObject(change, item->string, other_value(item));
+        const char *wrong = options_from_json(&now, change);
+        if (wrong) { // fractions are not for whole numbers
+            cJSON_ReplaceItemInObjectCaseSensitive(change, item->string, cJSON_CreateNumber(3));
+            wrong = options_from_json(&now, change);
+        }
+        if (wrong) fail_msg("--%s: %s", item->string, wrong);
+        bool is_switch = cJSON_IsBool(item) && strcmp(item->string, "normalize-gates") != 0;
+        bool may = is_among(item->string, free_flags), never = is_among(item->string, sizes);
+        const char *plain = options_compare(nowhere, &before, &now, false);
+        const char *override = options_compare(nowhere, &before, &now, true);
+        if (!plain != (may || is_switch)) fail_msg("--%s: may change: %s", item->string, plain ? "no" : "yes");
+        if (!override == never) fail_msg("--%s: may change with --override: %s", item->string, override ? "no" : "yes");
+        cJSON_Delete(change);
+    }
+    fclose(nowhere);
+    cJSON_Delete(all);
+}
+
 // ---- a run that goes on ----
 
 // Settings that no default has, as a checkpoint keeps them.
@@ -756,6 +812,7 @@ int main(void) {
         cmocka_unit_test(numbers_survive_json_to_the_last_bit),
         cmocka_unit_test(wrong_json_is_named_and_changes_nothing),
         cmocka_unit_test(compare_prints_what_changed_and_names_what_may_not),
+        cmocka_unit_test(every_flag_says_whether_a_resumed_run_may_change_it),
         cmocka_unit_test(resumed_run_has_the_saved_settings),
         cmocka_unit_test(flags_that_are_given_change_a_resumed_run),
         cmocka_unit_test(changes_that_make_another_run_are_refused),

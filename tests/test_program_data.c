@@ -232,7 +232,7 @@ static void text_beside_ids_of_an_unknown_tokenizer_is_refused(void **state) {
     assert_runs(SHORT, "--steps", "2", "--data", at("ids.bin"), "--out", at("run"));
     assert_refused("--evaluate", "--from", at("run"), "--data", "README.md");
     assert_error("--tokenizer: ");
-    assert_refused("--evaluate", "--from", at("run")); // on stories
+    assert_refused("--evaluate", "--from", at("run"), "--data", "stories");
     assert_error("--tokenizer: ");
     assert_contains(err, "stories");
     assert_refused("--from", at("run"), "--seq", "32", "--batch", "2", "--warmup", "1", "--out", at("next"));

@@ -223,7 +223,7 @@ static void sampling_from_no_checkpoint_is_refused(void **state) {
     assert_runs(QUIET, "--steps", "2", "--save-every", "0", "--out", at("run")); // a run without a checkpoint
     assert_refused("--generate", "5", "--from", at("run"));
     assert_error("--from: ");
-    assert_contains(err, "a run folder that holds one");
+    assert_contains(err, "found a run without a whole checkpoint in ");
     assert_refused("--generate", "5");
     assert_error("--generate: found without --from");
 }

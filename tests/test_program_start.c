@@ -52,6 +52,48 @@ static void resume_with_nothing_to_do_writes_nothing(void **state) {
     free(config), free(config_now), free(log), free(log_now);
 }
 
+// The settings of a run that was killed before its first checkpoint are in its config.json.
+static void resume_before_the_first_checkpoint_has_the_settings(void **state) {
+    (void)state;
+    assert_runs(QUIET, "--lr", "0.002", "--steps", "3", "--save-every", "3", "--overwrite", "--out", at("straight"));
+    assert_runs(QUIET, "--lr", "0.002", "--steps", "3", "--save-every", "3", "--overwrite", "--out", at("run"));
+    remove_tree(at("run/step-00000003")); // as if it had ended in the third step
+    assert_runs("--resume", "--out", at("run"));
+    assert_contains(out, "no checkpoint in ");
+    assert_true(same_tree("straight/step-00000003", "run/step-00000003"));
+    assert_steps_logged("run", 1, 3);
+    remove_tree(at("run/step-00000003"));
+    assert_refused("--resume", "--lr", "0.1", "--out", at("run"));
+    assert_error("--lr: found another value");
+}
+
+// A run's files would replace those of whatever lies there.
+static void folder_of_something_else_stays_as_it_is(void **state) {
+    (void)state;
+    assert_runs(QUIET, "--steps", "2", "--save-every", "2", "--out", at("run"));
+    assert_int_equal(mkdir(at("weights"), 0777), 0);
+    write_file("weights/config.json", "{\"model_type\": \"deepseek_v3\"}", 29);
+    assert_int_equal(mkdir(at("notes"), 0777), 0);
+    write_file("notes/config.json", "precious", 8);
+    static const char *const folders[] = {"run/step-00000002", "weights", "notes"};
+    for (int i = 0; i < 3; i++) {
+        char file[64];
+        snprintf(file, sizeof file, "%s/config.json", folders[i]);
+        char *before = read_text(file);
+        assert_refused(QUIET, "--steps", "2", "--out", at(folders[i]));
+        assert_error("--out: ");
+        assert_refused(QUIET, "--steps", "2", "--overwrite", "--out", at(folders[i]));
+        assert_refused("--resume", "--out", at(folders[i]));
+        assert_contains(err, "config.json");
+        char *after = read_text(file);
+        assert_string_equal(after, before);
+        free(before), free(after);
+        snprintf(file, sizeof file, "%s/.lock", folders[i]);
+        assert_false(exists(file));
+    }
+    assert_runs("--resume", "--steps", "3", "--out", at("run"));
+}
+
 // A moved run is the same run.
 static void moved_run_goes_on(void **state) {
     (void)state;
@@ -123,6 +165,50 @@ static void weights_without_mtp_modules_are_enough(void **state) {
     assert_error("--mtp-depth: found 1, wanted 0");
 }
 
+static void run_without_a_checkpoint_has_no_weights(void **state) {
+    (void)state;
+    assert_runs(QUIET, "--steps", "2", "--save-every", "0", "--out", at("run"));
+    static const char *const uses[][2] = {{"--generate", "3"}, {"--eval-sequences", "3"}};
+    for (int i = 0; i < 2; i++) {
+        assert_refused("--from", at("run"), uses[i][0], uses[i][1], i ? "--evaluate" : "--prompt=x");
+        assert_contains(err, "found a run without a whole checkpoint");
+    }
+    assert_refused("--from", at("run"), "--out", at("other"));
+    assert_contains(err, "found a run without a whole checkpoint");
+}
+
+// What is evaluated by default is what the run held out.
+static void evaluation_of_weights_reads_the_data_of_their_run(void **state) {
+    (void)state;
+    char text[4000];
+    for (int i = 0; i < 4000; i++) text[i] = (char)('a' + i * i % 7 * (i % 3));
+    write_file("text", text, sizeof text);
+    assert_runs(UNIT, "--batch", "2", "--sample-tokens", "0", "--steps", "4", "--eval-sequences", "5", "--data",
+                at("text"), "--out", at("run"));
+    char loss[32] = "";
+    assert_int_equal(sscanf(strstr(out, "eval at step 4 | "), "eval at step 4 | loss %31s", loss), 1);
+    assert_runs("--evaluate", "--from", at("run"), "--eval-sequences", "5", "--batch", "3");
+    assert_contains(out, at("text"));
+    assert_contains(out, loss); // trained with an MTP module and evaluated without: the same part is held out
+    // Weights of other origin do not say what they were trained on.
+    assert_int_equal(remove(at("run/step-00000004/trainer.json")), 0);
+    assert_refused("--evaluate", "--from", at("run/step-00000004"), "--batch", "3");
+    assert_error("--data: found none");
+}
+
+static void signal_cuts_an_evaluation_short(void **state) {
+    (void)state;
+    pid_t pid = start(UNIT, "--batch", "2", "--sample-tokens", "0", "--steps", "2", "--eval-every", "1",
+                      "--eval-sequences", "1000000000", "--out", at("run"));
+    for (int i = 0; i < 3000 && !(exists("run/log.jsonl") && count_of(read_text("run/log.jsonl"), "\n")); i++)
+        nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
+    kill(pid, SIGTERM);
+    assert_code(finish_program(pid), 0);
+    assert_contains(out, "stopped by signal 15 after step 1");
+    assert_lacks(out, "eval at step");
+    assert_true(exists("run/step-00000001"));
+}
+
 static void weights_are_not_read_when_a_run_is_resumed(void **state) {
     (void)state;
     assert_runs(QUIET, "--steps", "2", "--save-every", "2", "--out", at("first"));
@@ -139,10 +225,19 @@ static void weights_are_not_read_when_a_run_is_resumed(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        TEST(resume_needs_no_flag_but_the_folder),      TEST(overridden_settings_are_printed_and_used),
-        TEST(resume_with_nothing_to_do_writes_nothing), TEST(moved_run_goes_on),
-        TEST(run_starts_from_the_weights_of_another),   TEST(weights_that_are_none_are_refused),
-        TEST(weights_without_mtp_modules_are_enough),   TEST(weights_are_not_read_when_a_run_is_resumed),
+        TEST(resume_needs_no_flag_but_the_folder),
+        TEST(overridden_settings_are_printed_and_used),
+        TEST(resume_with_nothing_to_do_writes_nothing),
+        TEST(resume_before_the_first_checkpoint_has_the_settings),
+        TEST(folder_of_something_else_stays_as_it_is),
+        TEST(moved_run_goes_on),
+        TEST(run_starts_from_the_weights_of_another),
+        TEST(weights_that_are_none_are_refused),
+        TEST(weights_without_mtp_modules_are_enough),
+        TEST(run_without_a_checkpoint_has_no_weights),
+        TEST(evaluation_of_weights_reads_the_data_of_their_run),
+        TEST(signal_cuts_an_evaluation_short),
+        TEST(weights_are_not_read_when_a_run_is_resumed),
     };
     return run_program_tests(tests);
 }
