@@ -72,12 +72,8 @@ static void open_source(struct source *s, const char *spec, const char *flag, co
 // Ids of two tokenizers would train on the one and evaluate the other.
 static void require_one_tokenizer(const struct source *train, const struct source *eval) {
     if (train->kind != SOURCE_SHARDS || eval->kind != SOURCE_SHARDS) return;
-    const struct token_file *a = &train->shards[0], *b = &eval->shards[0];
-    if (a->id_bytes == b->id_bytes && a->vocab == b->vocab) return;
-    fail_user(b->path,
-              "found ids of %d bits and a vocabulary of %" PRIu32 ", wanted %d and %" PRIu32
-              " as in %s (0: not in the header); give --eval-data of the tokenizer of --data",
-              8 * b->id_bytes, b->vocab, 8 * a->id_bytes, a->vocab, a->path);
+    struct data_error e = {0};
+    if (!token_file_is_like(&eval->shards[0], &train->shards[0], e.line, sizeof e.line)) data_fail(&e);
 }
 
 struct data *data_open(const char *spec, const char *eval_spec, const struct tokenizer *tokenizer, uint64_t seed,

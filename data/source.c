@@ -113,21 +113,16 @@ static bool encode_text(struct source *s, struct data_error *e) {
 
 // ---- opening shards ----
 
-static bool refuse_unlike(const struct token_file *f, const struct token_file *first, struct data_error *e) {
-    if (f->id_bytes != first->id_bytes)
-        return refuse(e, "%s: found ids of %d bits, wanted %d as in %s; give shards of one tokenizer", f->path,
-                      8 * f->id_bytes, 8 * first->id_bytes, first->path);
-    if (f->vocab != first->vocab)
-        return refuse(e,
-                      "%s: found a vocabulary of %" PRIu32 " in the header, wanted %" PRIu32
-                      " as in %s (0: not there); give shards of one tokenizer",
-                      f->path, f->vocab, first->vocab, first->path);
-    return true;
-}
-
-// A tokenizer may have got more tokens since. Ids that it does not have are another's.
+// Where the header names no tokenizer, its vocabulary tells: ids that a tokenizer does not have are another's, though
+// it may have got more tokens since.
 static bool refuse_foreign(const struct token_file *f, const struct tokenizer *tokenizer, struct data_error *e) {
-    if (!tokenizer || !f->vocab || (int)f->vocab == tokenizer_vocab(tokenizer)) return true;
+    if (!tokenizer) return true;
+    if (f->tokenizer && f->tokenizer != tokenizer_hash(tokenizer))
+        return refuse(e,
+                      "%s: found ids of another tokenizer, %016" PRIx64 ", wanted those of the run's tokenizer, "
+                      "%016" PRIx64 "; give --tokenizer the one that made the shards",
+                      f->path, f->tokenizer, tokenizer_hash(tokenizer));
+    if (!f->vocab || (int)f->vocab == tokenizer_vocab(tokenizer)) return true;
     if ((int)f->vocab > tokenizer_vocab(tokenizer))
         return refuse(e,
                       "%s: found a vocabulary of %" PRIu32
@@ -157,9 +152,10 @@ static bool open_shards(struct source *s, char *const *paths, size_t count, cons
     if (!s->shards || !s->starts) fail_internal(s->spec, "found no memory for %zu shards", count);
     allow_files(count);
     for (size_t i = 0; i < count; i++) {
-        if (!token_file_open(&s->shards[i], paths[i], e->line, sizeof e->line)) return e->internal = false;
+        e->internal = false;
+        if (!token_file_open(&s->shards[i], paths[i], e->line, sizeof e->line)) return false;
         s->shard_count++;
-        if (!refuse_unlike(&s->shards[i], &s->shards[0], e)) return false;
+        if (!token_file_is_like(&s->shards[i], &s->shards[0], e->line, sizeof e->line)) return false;
         if (i == 0 && !refuse_foreign(&s->shards[i], tokenizer, e)) return false; // the others are like it
         s->starts[i] = s->tokens;
         s->tokens += s->shards[i].count; // below 2^32 each

@@ -185,6 +185,7 @@ static struct tokenizer *open_tokenizer(const char *name) {
 static struct {
     const char *prefix;
     int vocab;
+    uint64_t tokenizer; // its hash
     int64_t shard_tokens, eval_tokens;
     struct token_writer writer; // of the shard that is being filled
     bool eval_begun;
@@ -221,7 +222,7 @@ static void output_begin_shard(void) {
     } else {
         path = output_path("train", ++output.train_shards);
     }
-    if (!token_writer_begin(&output.writer, path, output.vocab, error, sizeof error))
+    if (!token_writer_begin(&output.writer, path, output.vocab, output.tokenizer, error, sizeof error))
         fail_internal("--out", "%s", error);
 }
 
@@ -416,6 +417,7 @@ static void open_output(const struct arguments *a, const struct tokenizer *t) {
     bool overwrite = a->values[FLAG_OVERWRITE] != NULL;
     output.prefix = a->values[FLAG_OUT];
     output.vocab = tokenizer_vocab(t);
+    output.tokenizer = tokenizer_hash(t);
     output.shard_tokens = number_of(a, FLAG_SHARD_TOKENS, 100000000, 1);
     output.eval_tokens = number_of(a, FLAG_EVAL_TOKENS, 0, 0);
     const char *base = split_path(output.prefix, output.folder);
@@ -537,6 +539,7 @@ static void check_shard(const char *path) {
     }
     printf("%s: %" PRIu64 " tokens of %d bytes, largest id %d, ", path, f.count, f.id_bytes, largest);
     if (f.vocab) printf("vocabulary %" PRIu32 ", ", f.vocab);
+    if (f.tokenizer) printf("tokenizer %016" PRIx64 ", ", f.tokenizer);
     puts(f.hash ? "hash as in the header" : "no hash in the header");
     token_file_close(&f);
 }
@@ -563,6 +566,11 @@ static void decode_shard(const struct arguments *a) {
     struct tokenizer *t = open_tokenizer(a->values[FLAG_TOKENIZER]);
     struct token_file f;
     if (!token_file_open(&f, a->values[FLAG_DECODE], error, sizeof error)) fail_user("--decode", "%s", error);
+    if (f.tokenizer && f.tokenizer != tokenizer_hash(t))
+        fail_user("--decode",
+                  "%s: found ids of another tokenizer than %s, %016" PRIx64 ", wanted those of %016" PRIx64
+                  "; give --tokenizer the one that made the shard",
+                  f.path, a->values[FLAG_TOKENIZER], f.tokenizer, tokenizer_hash(t));
     uint64_t wanted = (uint64_t)number_of(a, FLAG_TOKENS, 256, 1), end = wanted < f.count ? wanted : f.count;
     for (uint64_t start = 0; start < end; start += CHUNK) {
         static int32_t ids[CHUNK];

@@ -442,7 +442,7 @@ static void bits_per_byte_count_the_bytes_of_long_tokens(void **state) {
     struct token_list ids = {0};
     for (int i = 0; i < 40; i++) tokenizer_encode(t, text, strlen(text), false, &ids);
     struct token_writer w;
-    bool written = token_writer_begin(&w, path, tokenizer_vocab(t), error, sizeof error) &&
+    bool written = token_writer_begin(&w, path, tokenizer_vocab(t), tokenizer_hash(t), error, sizeof error) &&
                    token_writer_append(&w, ids.ids, ids.count, error, sizeof error) &&
                    token_writer_finish(&w, error, sizeof error);
     if (!written) fail_msg("%s", error);

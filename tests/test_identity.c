@@ -129,7 +129,7 @@ static void a_hash_in_the_header_is_trusted(void **state) {
     for (int32_t k = 0; k < 2; k++) {
         struct token_writer w;
         int32_t ids[100] = {k};
-        assert_true(token_writer_begin(&w, at(k ? "other" : "h.bin"), 257, error, sizeof error));
+        assert_true(token_writer_begin(&w, at(k ? "other" : "h.bin"), 257, 0, error, sizeof error));
         assert_true(token_writer_append(&w, ids, 100, error, sizeof error));
         assert_true(token_writer_finish(&w, error, sizeof error));
     }

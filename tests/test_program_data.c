@@ -248,7 +248,7 @@ static void text_beside_ids_of_an_unknown_tokenizer_is_refused(void **state) {
     assert_error("tokenizer: ");
 }
 
-// The header knows how many ids its tokenizer had: with more or fewer it was another one.
+// The header knows the tokenizer, or how many ids it had: with more or fewer it was another one.
 static void shards_of_another_tokenizer_are_noticed(void **state) {
     (void)state;
     make_tokens("prose", BPE, "README.md");
@@ -257,6 +257,10 @@ static void shards_of_another_tokenizer_are_noticed(void **state) {
     assert_refused(SHORT, "--steps", "2", "--data", at("prose_train_*.bin"), "--tokenizer", "bytes", "--out",
                    at("run"));
     assert_error(at("prose_train_000001.bin"));
+    assert_contains(err, "found ids of another tokenizer");
+    write_shard("wide.bin", 2, 1500, 900, 0, 0);
+    assert_refused(SHORT, "--steps", "2", "--data", at("wide.bin"), "--tokenizer", "bytes", "--out", at("run"));
+    assert_error(at("wide.bin"));
     assert_contains(err, "found a vocabulary of 1500 in the header, wanted at most the 257 ids of the tokenizer");
     assert_runs(SHORT, "--steps", "2", "--data", at("prose_train_*.bin"), "--out", at("run"));
     assert_string_equal(err, "");
@@ -265,6 +269,30 @@ static void shards_of_another_tokenizer_are_noticed(void **state) {
     assert_contains(err, "found a vocabulary of 257 in the header, wanted the 1500 ids of the tokenizer");
     assert_runs("--evaluate", "--from", at("run"), "--data", at("unknown.bin"), "--eval-sequences", "2");
     assert_string_equal(err, "");
+}
+
+// All ids of bytes are ids of the BPE tokenizer too: without a word they would train and mean nothing.
+static void shards_are_read_with_the_tokenizer_that_made_them(void **state) {
+    (void)state;
+    assert_int_equal(mkdir(at("a"), 0777) | mkdir(at("b"), 0777), 0);
+    make_tokens("a/prose", BPE, "README.md");
+    make_tokens("b/prose", "bytes", "README.md");
+    assert_runs(SHORT, "--steps", "2", "--data", at("b/prose_train_*.bin"), "--out", at("bytes"));
+    assert_runs(SHORT, "--steps", "2", "--data", at("a/prose_train_*.bin"), "--out", at("run"));
+    assert_runs("--evaluate", "--from", at("run"), "--data", at("a/prose_train_*.bin"), "--eval-sequences", "2");
+    assert_runs("--resume", "--steps", "3", "--out", at("run"));
+    // That of --from, of --tokenizer, and the one that has come to lie beside the shards.
+    assert_refused("--evaluate", "--from", at("run"), "--data", at("b/prose_train_*.bin"));
+    assert_error(at("b/prose_train_000001.bin"));
+    assert_contains(err, "found ids of another tokenizer");
+    assert_refused(SHORT, "--steps", "2", "--data", at("b/prose_train_*.bin"), "--tokenizer", BPE, "--out", at("no"));
+    assert_error(at("b/prose_train_000001.bin"));
+    make_tokens("b/other", BPE " --overwrite", "README.md");
+    assert_refused(SHORT, "--steps", "2", "--data", at("b/prose_train_*.bin"), "--out", at("no"));
+    assert_error(at("b/prose_train_000001.bin"));
+    assert_refused(SHORT, "--steps", "2", "--data", at("a/prose_train_*.bin"), "--eval-data",
+                   at("b/prose_train_000001.bin"), "--out", at("no"));
+    assert_false(exists("no"));
 }
 
 // ---- questions ----
@@ -316,6 +344,7 @@ int main(void) {
         TEST(tokenizer_that_is_none_is_refused),
         TEST(text_beside_ids_of_an_unknown_tokenizer_is_refused),
         TEST(shards_of_another_tokenizer_are_noticed),
+        TEST(shards_are_read_with_the_tokenizer_that_made_them),
         TEST(questions_are_answered_with_any_batch),
     };
     return run_program_tests(tests);

@@ -415,8 +415,35 @@ static void shards_of_two_tokenizers_are_refused(void **state) {
     assert_refused((struct call){.spec = at("[ac]*.bin")},
                    WORDS(at("c2.bin"), "vocabulary of 1000", "wanted 0 as in", at("a2.bin")));
     assert_refused((struct call){.spec = at("a2.bin"), .eval_spec = at("b4.bin")},
-                   WORDS(at("b4.bin"), at("a2.bin"), "--eval-data of the tokenizer of --data"));
+                   WORDS(at("b4.bin"), at("a2.bin"), "give shards of one tokenizer"));
     assert_refused((struct call){.spec = at("a2.bin"), .eval_spec = at("c2.bin")}, WORDS(at("c2.bin"), at("a2.bin")));
+    // Two vocabularies of one size.
+    write_shard("c3.bin", 2, 1000, 90, 0, 1);
+    set_tokenizer("c2.bin", 0x22);
+    set_tokenizer("c3.bin", 0x33);
+    assert_refused((struct call){.spec = at("c*.bin")},
+                   WORDS(at("c3.bin"), "found ids of the tokenizer 0000000000000033, wanted those of 0000000000000022",
+                         at("c2.bin")));
+    assert_refused((struct call){.spec = at("c2.bin"), .eval_spec = at("c3.bin")}, WORDS(at("c3.bin"), at("c2.bin")));
+}
+
+static void shards_of_another_tokenizer_than_the_run_s_are_refused(void **state) {
+    (void)state;
+    struct tokenizer *t = open_tokenizer(TOKENIZER);
+    uint32_t vocab = (uint32_t)tokenizer_vocab(t);
+    write_shard("a1.bin", 2, vocab, 90, 0, 1);
+    write_shard("a2.bin", 2, vocab, 90, 0, 1);
+    set_tokenizer("a1.bin", tokenizer_hash(t));
+    set_tokenizer("a2.bin", tokenizer_hash(t));
+    data_close(data_open(at("a*.bin"), at("a1.bin"), t, 5, T, 1));
+    set_tokenizer("a1.bin", tokenizer_hash(t) ^ 1ull << 63);
+    set_tokenizer("a2.bin", tokenizer_hash(t) ^ 1ull << 63);
+    data_close(data_open(at("a*.bin"), NULL, NULL, 5, T, 1)); // the run does not know
+    assert_refused((struct call){.spec = at("a*.bin"), .tokenizer = t},
+                   WORDS(at("a1.bin"), "found ids of another tokenizer", "the run's tokenizer", "give --tokenizer"));
+    assert_refused((struct call){.spec = "stories", .eval_spec = at("a2.bin"), .tokenizer = t},
+                   WORDS(at("a2.bin"), "found ids of another tokenizer"));
+    tokenizer_close(t);
 }
 
 // Ids above the vocabulary end in the middle of a step elsewhere (features row 7).
@@ -510,6 +537,7 @@ int main(void) {
         TEST(patterns_without_a_match_are_refused),
         TEST(matches_that_are_no_shards_are_refused_by_name),
         TEST(shards_of_two_tokenizers_are_refused),
+        TEST(shards_of_another_tokenizer_than_the_run_s_are_refused),
         TEST(ids_above_the_vocabulary_name_file_and_position),
         TEST(a_vocabulary_below_that_of_the_data_is_refused),
         TEST(a_file_that_changes_during_the_run_is_noticed),

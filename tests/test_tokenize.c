@@ -131,6 +131,36 @@ static void end_of_text_can_be_named(void **state) {
     assert_error("--end-of-text: found '<eos>'");
 }
 
+// Else ./train would refuse the shards beside the very tokenizer that lies there.
+static void the_tokenizer_beside_the_shards_is_the_one_in_their_headers(void **state) {
+    (void)state;
+    static const char *const tokenizers[] = {"bytes", "tests/reference/tokenizer_gpt2.json", "config", "bare"};
+    char command[512];
+    assert_int_equal(mkdir(at("config"), 0777) | mkdir(at("bare"), 0777), 0);
+    snprintf(command, sizeof command, "cp tests/reference/tokenizer_llama3.json %s && cp %s %s",
+             at("config/tokenizer.json"), at("config/tokenizer.json"), at("bare/tokenizer.json"));
+    assert_int_equal(system(command), 0);
+    write_text("config/tokenizer_config.json", "{\"eos_token\": \"<|begin_of_text|>\"}");
+    write_text("a.txt", "Ein Satz\n");
+    for (int i = 0; i < 8; i++) {
+        const char *tokenizer = i / 2 < 2 ? tokenizers[i / 2] : at(tokenizers[i / 2]);
+        const char *end = i % 2 == 0  ? NULL
+                          : i / 2 < 2 ? "--end-of-text=<|endoftext|>"
+                                      : "--end-of-text=<|end_of_text|>";
+        assert_runs("--tokenizer", tokenizer, "--overwrite", "--out", at("new/t"), at("a.txt"), end);
+        struct token_file f;
+        expect(token_file_open(&f, at("new/t_train_000001.bin"), error, sizeof error));
+        struct tokenizer *t = tokenizer_open(at("new"), error, sizeof error);
+        expect(t != NULL);
+        assert_true(f.tokenizer && f.tokenizer == tokenizer_hash(t));
+        tokenizer_close(t);
+        token_file_close(&f);
+        assert_runs("--tokenizer", at("new"), "--decode", at("new/t_train_000001.bin"));
+        assert_contains(out, "Ein Satz");
+        assert_int_equal(remove(at("new/tokenizer_config.json")), 0); // not the next one's
+    }
+}
+
 // ---- what is there already ----
 
 static void shards_are_replaced_only_when_asked(void **state) {
@@ -545,8 +575,8 @@ static void check_tells_of_good_files_and_stops_at_a_bad_one(void **state) {
     assert_runs(BYTES, "--out", at("t"), "--shard-tokens", "3", at("a.txt"));
     assert_runs(BYTES, "--out", at("q.bin"), "--choices", at("q.jsonl"));
     assert_runs("--check", at("t_train_000001.bin"), at("q.bin"), at("t_train_000002.bin"));
-    assert_contains(out,
-                    "t_train_000001.bin: 3 tokens of 2 bytes, largest id 256, vocabulary 257, hash as in the header\n");
+    assert_contains(out, "t_train_000001.bin: 3 tokens of 2 bytes, largest id 256, vocabulary 257, tokenizer ");
+    assert_contains(out, ", hash as in the header\n");
     assert_contains(out, "q.bin: 1 multiple-choice examples, largest id 99\n");
     assert_contains(out, "t_train_000002.bin: 2 tokens of 2 bytes, largest id 122,");
 
@@ -554,7 +584,7 @@ static void check_tells_of_good_files_and_stops_at_a_bad_one(void **state) {
     char *content = read_bytes(at("t_train_000002.bin"), &bytes);
     content[bytes - 2] ^= 1; // another id, still in the vocabulary
     write_file("damaged.bin", content, bytes);
-    memset(content + 12, 0, 12); // as llm.c writes it: no vocabulary, no hash
+    memset(content + 12, 0, 20); // as llm.c writes it: no vocabulary, no hash, no tokenizer
     write_file("plain.bin", content, bytes);
     free(content);
     assert_refused("--check", at("plain.bin"), at("damaged.bin"), at("q.bin"));
@@ -585,6 +615,11 @@ static void decode_prints_the_text(void **state) {
     assert_string_equal(out, "\nEin Satz\n");
     assert_refused(BYTES, "--decode", at("t_train_000001.bin")); // another tokenizer's ids
     assert_error("--decode: /tmp/");
+    assert_contains(err, "t_train_000001.bin: found ids of another tokenizer than bytes");
+    assert_runs(BYTES, "--out", at("bytes/t"), at("a.txt")); // in the other, these ids are text as well
+    assert_refused(GPT2, "--decode", at("bytes/t_train_000001.bin"));
+    assert_contains(err, "found ids of another tokenizer than tests/reference/tokenizer_gpt2.json");
+    remove_tree(at("bytes"));
     assert_refused(BYTES, "--decode", at("a.txt"));
     output_path = "/dev/full";
     assert_code(run(GPT2, "--decode", at("t_train_000001.bin")), 1);
@@ -666,6 +701,7 @@ int main(void) {
         TEST(inputs_follow_one_another),
         TEST(shards_are_cut_at_the_token),
         TEST(end_of_text_can_be_named),
+        TEST(the_tokenizer_beside_the_shards_is_the_one_in_their_headers),
         TEST(shards_are_replaced_only_when_asked),
         TEST(another_tokenizer_is_replaced_only_when_asked),
         TEST(folder_of_the_shards_is_made),

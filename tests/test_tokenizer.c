@@ -882,6 +882,10 @@ static void files_are_written_as_they_were_read(void **state) {
     after = read_bytes(at("tokenizer_config.json"), &written);
     assert_string_equal(after, config);
     free(after);
+    struct tokenizer *third = open_or_fail(root);
+    assert_int_equal(tokenizer_end_of_text(third), tokenizer_find(third, "<think>"));
+    assert_true(tokenizer_hash(third) == tokenizer_hash(again));
+    tokenizer_close(third);
     tokenizer_close(again);
 }
 
