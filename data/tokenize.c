@@ -508,7 +508,8 @@ static void write_choices(const struct arguments *a) {
     if (access(path, F_OK) == 0 && !a->values[FLAG_OVERWRITE])
         fail_user("--out", "found %s, wanted no file there; name another, or replace it with --overwrite", path);
     make_folder(folder);
-    if (!choices_writer_begin(&questions, path, error, sizeof error)) fail_internal("--out", "%s", error);
+    if (!choices_writer_begin(&questions, path, tokenizer_hash(t), error, sizeof error))
+        fail_internal("--out", "%s", error);
     atexit(abandon_questions);
     for (cJSON *object; (object = reader_json_line(&r)); cJSON_Delete(object))
         append_question(t, reader_place(&r), object);
@@ -547,8 +548,10 @@ static void check_shard(const char *path) {
 static void check_choices(const char *path) {
     char error[FILE_ERROR];
     struct choices c;
-    if (!choices_open(&c, path, 0, error, sizeof error)) fail_user("--check", "%s", error);
-    printf("%s: %d multiple-choice examples, largest id %d\n", path, c.count, c.largest_id);
+    if (!choices_open(&c, path, NULL, 0, error, sizeof error)) fail_user("--check", "%s", error);
+    printf("%s: %d multiple-choice examples, largest id %d", path, c.count, c.largest_id);
+    if (c.tokenizer) printf(", tokenizer %016" PRIx64, c.tokenizer);
+    putchar('\n');
     choices_close(&c);
 }
 

@@ -325,6 +325,11 @@ static void questions_are_answered_with_any_batch(void **state) {
         snprintf(answers[i], sizeof answers[i], "%s", strrchr(strstr(out, "questions right") - 20, '|'));
         assert_string_equal(answers[i], answers[0]);
     }
+    // Ids of bytes are ids of the BPE tokenizer too.
+    assert_refused(SHORT, "--steps", "2", "--data", "README.md", "--tokenizer", BPE, "--eval-choices", at("q.bin"),
+                   "--out", at("other"));
+    assert_error("--eval-choices: ");
+    assert_contains(err, "q.bin: found ids of another tokenizer");
     shorten("q.bin", 2);
     assert_refused("--evaluate", "--from", at("run"), "--eval-choices", at("q.bin"));
     assert_error("--eval-choices: ");

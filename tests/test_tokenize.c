@@ -481,8 +481,9 @@ static void questions_become_choices(void **state) {
     struct tokenizer *t = tokenizer_open(references[0], error, sizeof error);
     expect(t != NULL);
     struct choices c;
-    expect(choices_open(&c, at("q.bin"), tokenizer_vocab(t), error, sizeof error));
+    expect(choices_open(&c, at("q.bin"), t, tokenizer_vocab(t), error, sizeof error));
     assert_int_equal(c.count, 2);
+    assert_true(c.tokenizer == tokenizer_hash(t));
     assert_int_equal(c.examples[0].label, 0);
     assert_int_equal(c.examples[0].completions, 2);
     assert_list(t, c.examples[0].context, "The cat");
@@ -577,7 +578,7 @@ static void check_tells_of_good_files_and_stops_at_a_bad_one(void **state) {
     assert_runs("--check", at("t_train_000001.bin"), at("q.bin"), at("t_train_000002.bin"));
     assert_contains(out, "t_train_000001.bin: 3 tokens of 2 bytes, largest id 256, vocabulary 257, tokenizer ");
     assert_contains(out, ", hash as in the header\n");
-    assert_contains(out, "q.bin: 1 multiple-choice examples, largest id 99\n");
+    assert_contains(out, "q.bin: 1 multiple-choice examples, largest id 99, tokenizer ");
     assert_contains(out, "t_train_000002.bin: 2 tokens of 2 bytes, largest id 122,");
 
     size_t bytes;
