@@ -147,6 +147,7 @@ static void allow_files(size_t count) {
 static bool open_shards(struct source *s, char *const *paths, size_t count, const struct tokenizer *tokenizer,
                         struct data_error *e) {
     s->kind = SOURCE_SHARDS;
+    s->tokenizer = tokenizer;
     s->shards = malloc(sizeof *s->shards * count);
     s->starts = malloc(sizeof *s->starts * (count + 1));
     if (!s->shards || !s->starts) fail_internal(s->spec, "found no memory for %zu shards", count);

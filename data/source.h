@@ -28,7 +28,7 @@ enum source_kind {
 struct source {
     char *spec; // as it was given
     enum source_kind kind;
-    const struct tokenizer *tokenizer; // of text and stories; NULL: bytes
+    const struct tokenizer *tokenizer; // NULL: text and stories are bytes, of shards it is not known
     uint64_t tokens;                   // 0: without end
     int vocab;                         // every id is below it, or should be:
     bool vocab_known;                  // a shard's header need not say

@@ -221,6 +221,23 @@ static void tokenizer_that_is_none_is_refused(void **state) {
     assert_contains(err, "mok: warning: tokenizer: ");
 }
 
+// The shards of llm.c do not say whose ids they hold. The run does, once it was told.
+static void shards_that_say_nothing_keep_the_tokenizer_they_were_given(void **state) {
+    (void)state;
+    write_shard("ids.bin", 2, 0, 900, 0, 0);
+    assert_runs(SHORT, "--steps", "2", "--data", at("ids.bin"), "--tokenizer", BPE, "--out", at("run"));
+    assert_refused("--resume", "--steps", "3", "--tokenizer", "bytes", "--out", at("run"));
+    assert_error("--data: another tokenizer than before");
+    assert_contains(err, "--override");
+    assert_runs("--resume", "--steps", "3", "--out", at("run"));
+    assert_runs("--resume", "--steps", "4", "--tokenizer", BPE, "--out", at("run"));
+    assert_runs("--resume", "--steps", "5", "--tokenizer", "bytes", "--override", "--out", at("run"));
+    assert_contains(out, "other training data than before: another tokenizer than before");
+    assert_runs(SHORT, "--steps", "2", "--data", at("ids.bin"), "--out", at("new"));
+    assert_runs("--resume", "--steps", "3", "--tokenizer", BPE, "--out", at("new"));
+    assert_refused("--resume", "--steps", "4", "--tokenizer", "bytes", "--out", at("new"));
+}
+
 // Bytes among the ids of some tokenizer train and evaluate without complaint, and mean nothing.
 static void text_beside_ids_of_an_unknown_tokenizer_is_refused(void **state) {
     (void)state;
@@ -347,6 +364,7 @@ int main(void) {
         TEST(text_with_a_tokenizer_is_what_its_shards_are),
         TEST(run_that_goes_on_has_its_own_tokenizer),
         TEST(tokenizer_that_is_none_is_refused),
+        TEST(shards_that_say_nothing_keep_the_tokenizer_they_were_given),
         TEST(text_beside_ids_of_an_unknown_tokenizer_is_refused),
         TEST(shards_of_another_tokenizer_are_noticed),
         TEST(shards_are_read_with_the_tokenizer_that_made_them),
