@@ -223,15 +223,32 @@ static bool use_tokenizer(struct source *s, const struct tokenizer *tokenizer, s
                   s->spec);
 }
 
+static bool is_named_like_shard(const char *path) {
+    size_t length = strlen(path);
+    return length >= 4 && strcmp(path + length - 4, ".bin") == 0;
+}
+
+bool source_is_shards(const char *spec) {
+    if (strcmp(spec, "stories") == 0) return false; // whatever file has this name
+    return is_named_like_shard(spec) || token_file_is(spec) || source_is_pattern(spec);
+}
+
+// What was meant to be a shard, but is a page that says "not found", would train without complaint.
+static bool open_one_shard(struct source *s, bool llmc, const struct tokenizer *tokenizer, struct data_error *e) {
+    close(s->text);
+    s->text = -1;
+    if (open_shards(s, &s->spec, 1, tokenizer, e)) return true;
+    size_t used = strlen(e->line);
+    if (!llmc) snprintf(e->line + used, sizeof e->line - used, ", or train on its bytes under a name like FILE.txt");
+    return false;
+}
+
 static bool open_spec(struct source *s, const char *flag, const struct tokenizer *tokenizer, struct data_error *e) {
     if (strcmp(s->spec, "stories") == 0) return use_tokenizer(s, tokenizer, e);
     if (source_is_pattern(s->spec)) return open_pattern(s, flag, tokenizer, e);
     if (!open_text(s, flag, e)) return false;
-    if (text_is_llmc(s)) {
-        close(s->text);
-        s->text = -1;
-        return open_shards(s, &s->spec, 1, tokenizer, e);
-    }
+    bool llmc = text_is_llmc(s);
+    if (llmc || is_named_like_shard(s->spec)) return open_one_shard(s, llmc, tokenizer, e);
     if (!use_tokenizer(s, tokenizer, e)) return false;
     if (s->tokenizer) return encode_text(s, e);
     s->kind = SOURCE_BYTES;

@@ -45,9 +45,12 @@ struct source {
 // Whether the spec stands for files by a pattern (* ? [) rather than by a name that is there.
 bool source_is_pattern(const char *spec);
 
+// Whether the spec stands for token shards: a pattern, a file that is one, or one that should be by its name, NAME.bin.
+bool source_is_shards(const char *spec);
+
 // spec: "stories", the path of a text file or token shard, or a pattern (* ? [) of token shards, which are put end to end
 // in the order of their paths' bytes. flag: where the spec was given, for messages. tokenizer: NULL for bytes; it must
-// outlive the source. A text file that it encodes stays in memory and may have 1 GiB; shards whose header names
+// outlive the source. A file named like a shard must be one. A text file that it encodes stays in memory and may have 1 GiB; shards whose header names
 // another tokenizer or has a larger vocabulary are refused, and a smaller one gets a warning. false with the reason in
 // e, and nothing to close.
 bool source_open(struct source *s, const char *spec, const char *flag, const struct tokenizer *tokenizer,

@@ -78,6 +78,11 @@ static void files_that_are_no_data_are_refused(void **state) {
     assert_contains(err, "llm.c");
     assert_refused(SHORT, "--data", at("none-*.bin"), "--out", at("run"));
     assert_contains(err, "none-*.bin");
+    write_file("page.bin", "<!DOCTYPE html><html><body>No such file</body></html>\n", 54);
+    assert_refused(SHORT, "--data", at("page.bin"), "--out", at("run"));
+    assert_error(at("page.bin"));
+    assert_contains(err, "found an HTML or XML page");
+    assert_contains(err, "FILE.txt");
     assert_false(exists("run"));
 }
 

@@ -405,6 +405,35 @@ static void matches_that_are_no_shards_are_refused_by_name(void **state) {
     assert_refused((struct call){.spec = at("m*.bin")}, WORDS(at("m0.bin"), "expected 1204 bytes", "found 1124"));
 }
 
+// One of them given as such was trained on as bytes, without a word (features row 6).
+static void files_named_like_shards_that_are_none_are_refused(void **state) {
+    (void)state;
+    static const struct {
+        const char *bytes, *what;
+        size_t length;
+    } files[] = {
+        {"<!DOCTYPE html>\n<html><title>404 Not Found</title></html>\n", "found an HTML or XML page", 57},
+        {"\x1f\x8b\x08\0\0\0\0\0\0\x03", "found a gzip file (it begins with 0x00088b1f = 559903)", 10},
+        {"Once upon a time there was a long text.\n", "found a text file", 40},
+        {"\1\2\3\4\5\6\7\0", "found a file of an unknown kind (it begins with 0x04030201 = 67305985)", 8},
+        {"ab", "found a text file (too short for a magic number)", 2},
+    };
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        write_file("x.bin", files[i].bytes, files[i].length);
+        assert_true(source_is_shards(at("x.bin")));
+        const char *const words[] = {at("x.bin"),      files[i].what, "wanted a token shard: 0x0134d888 = 20240520",
+                                     "./tokenize, or", "FILE.txt",    NULL};
+        assert_refused((struct call){.spec = at("x.bin")}, words);
+        assert_refused((struct call){.spec = "stories", .eval_spec = at("x.bin")}, words);
+    }
+    write_file("x.bin", TALE, sizeof TALE - 1);
+    assert_int_equal(rename(at("x.bin"), at("x.bin.txt")), 0); // as the message says
+    assert_false(source_is_shards(at("x.bin.txt")));
+    data_close(data_open(at("x.bin.txt"), NULL, NULL, 5, T, 1));
+    assert_true(source_is_shards(at("*.txt")));
+    assert_false(source_is_shards("stories") || source_is_shards("bin") || source_is_shards(at("missing")));
+}
+
 static void shards_of_two_tokenizers_are_refused(void **state) {
     (void)state;
     write_shard("a2.bin", 2, 0, 90, 0, 1);
@@ -536,6 +565,7 @@ int main(void) {
         TEST(the_vocabulary_is_that_of_the_header_or_a_common_one),
         TEST(patterns_without_a_match_are_refused),
         TEST(matches_that_are_no_shards_are_refused_by_name),
+        TEST(files_named_like_shards_that_are_none_are_refused),
         TEST(shards_of_two_tokenizers_are_refused),
         TEST(shards_of_another_tokenizer_than_the_run_s_are_refused),
         TEST(ids_above_the_vocabulary_name_file_and_position),
