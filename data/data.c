@@ -76,6 +76,13 @@ static void require_one_tokenizer(const struct source *train, const struct sourc
     if (!token_file_is_like(&eval->shards[0], &train->shards[0], e.line, sizeof e.line)) data_fail(&e);
 }
 
+// A pattern easily matches the evaluation shard as well.
+static void warn_of_shared_file(const struct source *train, const struct source *eval) {
+    const char *path = source_find_shared(eval, train);
+    if (path)
+        fail_warn(path, "found in --data and in --eval-data, wanted in one of them: what is evaluated is trained on");
+}
+
 struct data *data_open(const char *spec, const char *eval_spec, const struct tokenizer *tokenizer, uint64_t seed,
                        int length, int lookahead) {
     if (length < 1 || lookahead < 1) fail_internal("data_open", "length %d and lookahead %d", length, lookahead);
@@ -88,6 +95,7 @@ struct data *data_open(const char *spec, const char *eval_spec, const struct tok
     if (eval_spec && *eval_spec) {
         open_source(&d->eval, eval_spec, "--eval-data", tokenizer);
         require_one_tokenizer(&d->train, &d->eval);
+        warn_of_shared_file(&d->train, &d->eval);
         d->parts[DATA_TRAIN] = take_all(d, &d->train, "one sequence to train");
         d->parts[DATA_EVAL] = take_all(d, &d->eval, "one sequence to evaluate");
     } else {

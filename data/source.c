@@ -53,6 +53,7 @@ static bool open_text(struct source *s, const char *flag, struct data_error *e) 
                       s->spec, flag);
     if (status.st_size == 0) return refuse(e, "%s: found an empty file, wanted text for %s", s->spec, flag);
     s->text_bytes = (uint64_t)status.st_size;
+    s->text_id = (struct file_id){status.st_dev, status.st_ino};
     return true;
 }
 
@@ -205,7 +206,7 @@ static bool open_pattern(struct source *s, const char *flag, const struct tokeni
 
 // ---- opening ----
 
-bool source_is_pattern(const char *spec) {
+static bool is_pattern(const char *spec) {
     struct stat status;
     return strpbrk(spec, "*?[") && stat(spec, &status) != 0; // a file of that name is itself
 }
@@ -230,7 +231,7 @@ static bool is_named_like_shard(const char *path) {
 
 bool source_is_shards(const char *spec) {
     if (strcmp(spec, "stories") == 0) return false; // whatever file has this name
-    return is_named_like_shard(spec) || token_file_is(spec) || source_is_pattern(spec);
+    return is_named_like_shard(spec) || token_file_is(spec) || is_pattern(spec);
 }
 
 // What was meant to be a shard, but is a page that says "not found", would train without complaint.
@@ -245,7 +246,7 @@ static bool open_one_shard(struct source *s, bool llmc, const struct tokenizer *
 
 static bool open_spec(struct source *s, const char *flag, const struct tokenizer *tokenizer, struct data_error *e) {
     if (strcmp(s->spec, "stories") == 0) return use_tokenizer(s, tokenizer, e);
-    if (source_is_pattern(s->spec)) return open_pattern(s, flag, tokenizer, e);
+    if (is_pattern(s->spec)) return open_pattern(s, flag, tokenizer, e);
     if (!open_text(s, flag, e)) return false;
     bool llmc = text_is_llmc(s);
     if (llmc || is_named_like_shard(s->spec)) return open_one_shard(s, llmc, tokenizer, e);
@@ -275,6 +276,30 @@ void source_close(struct source *s) {
     free(s->starts);
     free(s->spec);
     *s = (struct source){.text = -1};
+}
+
+// ---- files of two sources ----
+
+static size_t count_files(const struct source *s) {
+    return s->kind == SOURCE_SHARDS ? s->shard_count : s->kind != SOURCE_STORIES;
+}
+
+static struct file_id file_id_of(const struct source *s, size_t i) {
+    return s->kind == SOURCE_SHARDS ? s->shards[i].id : s->text_id;
+}
+
+static bool reads_file(const struct source *s, struct file_id id) {
+    for (size_t i = 0; i < count_files(s); i++) {
+        struct file_id own = file_id_of(s, i);
+        if (own.inode == id.inode && own.device == id.device) return true;
+    }
+    return false;
+}
+
+const char *source_find_shared(const struct source *a, const struct source *b) {
+    for (size_t i = 0; i < count_files(a); i++)
+        if (reads_file(b, file_id_of(a, i))) return a->kind == SOURCE_SHARDS ? a->shards[i].path : a->spec;
+    return NULL;
 }
 
 // ---- reading ----

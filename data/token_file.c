@@ -183,6 +183,7 @@ static bool open_regular(struct token_file *f, uint64_t *bytes, char *error, siz
         return file_error(error, error_size, "%s: found an empty file, wanted a token shard; copy or make it again",
                           f->path);
     *bytes = (uint64_t)status.st_size;
+    f->id = (struct file_id){status.st_dev, status.st_ino};
     return true;
 }
 

@@ -1,8 +1,8 @@
 // Token shards: files of token ids in llm.c's format.
 //
-// 256 little-endian int32, then the ids. [0] magic: 20240520 for uint16 ids, 20240801 for uint32 ids. [1] version: 1 or 7.
-// [2] number of ids, read as uint32. Ours adds, in ints that llm.c leaves 0: [3] size of the vocabulary, [4] and [5] low
-// and high half of the hash (data/hash.h) of the id bytes, [6] and [7] the same of the tokenizer that made the ids
+// 256 little-endian int32, then the ids. [0] magic: 20240520 for uint16 ids, 20240801 for uint32 ids. [1] version: 1 or
+// 7. [2] number of ids, read as uint32. Ours adds, in ints that llm.c leaves 0: [3] size of the vocabulary, [4] and [5]
+// low and high half of the hash (data/hash.h) of the id bytes, [6] and [7] the same of the tokenizer that made the ids
 // (tokenizer_hash); 0 where they are not there.
 //
 // Functions return false with one line in error that begins with the path.
@@ -23,6 +23,7 @@ enum { TOKEN_FILE_HEADER = 1024 }; // bytes
 
 struct token_file {
     char *path;
+    struct file_id id;
     int fd, id_bytes;   // 2 or 4
     uint64_t count;     // ids
     uint32_t vocab;     // 0: the header has none

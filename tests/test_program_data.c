@@ -129,7 +129,8 @@ static void changed_data_is_noticed_whatever_its_name(void **state) {
     assert_refused("--resume", "--steps", "3", "--seq", "16", "--out", at("run")); // another length
     assert_error("--seq: ");
     assert_refused("--resume", "--steps", "3", "--eval-data", at("data_2.bin"), "--out", at("run")); // nothing held out
-    assert_error("--data: ");
+    assert_contains(err, "mok: warning: /tmp/");                                                     // it is trained on
+    assert_contains(err, "mok: error: --data: ");
 
     assert_runs("--resume", "--steps", "3", "--out", at("run")); // all as it was
     write_shard("data_3.bin", 2, 300, 100, 2, 0);

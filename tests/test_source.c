@@ -488,7 +488,7 @@ static void ids_above_the_vocabulary_name_file_and_position(void **state) {
     assert_refused((struct call){.spec = at("v*.bin"), .eval_spec = "stories", .vocab = 300},
                    WORDS(at("v2.bin"), "found id 300 at position 24, wanted less than the vocabulary of 300"));
     write_shard("h.bin", 2, 80, 81, 0, 1); // above the header's own: the shard is damaged, whatever --vocab is
-    assert_refused((struct call){.spec = at("h.bin"), .eval_spec = at("h.bin"), .vocab = 500},
+    assert_refused((struct call){.spec = at("h.bin"), .eval_spec = "stories", .vocab = 500},
                    WORDS(at("h.bin"), "found id 80 at position 80, wanted less than the vocabulary of 80"));
 }
 
@@ -532,6 +532,40 @@ static void text_that_the_tokenizer_cannot_take_is_refused(void **state) {
     tokenizer_close(t);
 }
 
+static void assert_warned(const char *spec, const char *eval_spec, const char *path) {
+    struct call call = {.spec = spec, .eval_spec = eval_spec};
+    char text[8192], wanted[512] = "";
+    if (path)
+        snprintf(wanted, sizeof wanted,
+                 "mok: warning: %s: found in --data and in --eval-data, wanted in one of them: what is evaluated is "
+                 "trained on\n",
+                 path);
+    int code = run_child(read_all, &call, text, sizeof text);
+    if (code != 0) fail_msg("exit code %d, wanted 0: %s", code, text);
+    assert_string_equal(text, wanted);
+}
+
+// A pattern that matches the evaluation shard too, and other names of one file.
+static void what_is_trained_on_and_evaluated_is_noticed(void **state) {
+    (void)state;
+    write_shard("s_train_1.bin", 2, 0, 90, 0, 1);
+    write_shard("s_train_2.bin", 2, 0, 90, 0, 1);
+    write_shard("s_val_0.bin", 2, 0, 90, 0, 1); // the same ids, but its own
+    assert_warned(at("s_train_*.bin"), at("s_val_0.bin"), NULL);
+    assert_warned(at("s_train_*.bin"), NULL, NULL);
+    assert_warned(at("s_*.bin"), at("s_val_0.bin"), at("s_val_0.bin"));
+    assert_warned(at("s_train_2.bin"), at("s_*.bin"), at("s_train_2.bin"));
+    assert_int_equal(symlink("s_train_1.bin", at("soft.bin")) | link(at("s_train_1.bin"), at("hard.bin")), 0);
+    assert_warned(at("s_train_*.bin"), at("soft.bin"), at("soft.bin"));
+    assert_warned(at("s_train_*.bin"), at("hard.bin"), at("hard.bin"));
+    write_file("text", TALE, sizeof TALE - 1);
+    write_file("copy", TALE, sizeof TALE - 1);
+    assert_warned(at("text"), at("text"), at("text"));
+    assert_warned(at("text"), at("copy"), NULL);
+    assert_warned("stories", "stories", NULL); // evaluated are others
+    assert_warned("stories", at("text"), NULL);
+}
+
 static void a_failed_read_is_returned(void **state) {
     (void)state;
     write_stream();
@@ -572,6 +606,7 @@ int main(void) {
         TEST(a_vocabulary_below_that_of_the_data_is_refused),
         TEST(a_file_that_changes_during_the_run_is_noticed),
         TEST(text_that_the_tokenizer_cannot_take_is_refused),
+        TEST(what_is_trained_on_and_evaluated_is_noticed),
         TEST(a_failed_read_is_returned),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
