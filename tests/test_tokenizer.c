@@ -354,6 +354,39 @@ static void merges_are_done_by_rank_and_from_the_left(void **state) {
     }
 }
 
+// The vocabulary of gpt2, two of whose merges, neighbours, have changed places; with drop the first of them is gone.
+static uint64_t hash_of_changed_merges(int place, bool drop) {
+    char error[FILE_ERROR] = "";
+    cJSON *json = file_read_json(reference_path("gpt2"), error, sizeof error);
+    assert_non_null(json);
+    cJSON *merges = cJSON_GetObjectItem(cJSON_GetObjectItem(json, "model"), "merges");
+    cJSON *first = cJSON_GetArrayItem(merges, place), *second = first->next;
+    char *text = first->valuestring;
+    first->valuestring = second->valuestring;
+    second->valuestring = text;
+    if (drop) cJSON_DeleteItemFromArray(merges, place);
+    if (!file_write_json(at("tokenizer.json"), json, error, sizeof error)) fail_msg("%s", error);
+    cJSON_Delete(json);
+    struct tokenizer *t = open_or_fail(at("tokenizer.json"));
+    assert_int_equal(tokenizer_vocab(t), tokenizer_vocab(trained[GPT2]));
+    uint64_t hash = tokenizer_hash(t);
+    tokenizer_close(t);
+    return hash;
+}
+
+// Merges in another order make other ids of the same vocabulary.
+static void merges_and_their_order_are_in_the_hash(void **state) {
+    (void)state;
+    uint64_t hashes[] = {tokenizer_hash(trained[GPT2]), hash_of_changed_merges(0, false),
+                         hash_of_changed_merges(700, false), hash_of_changed_merges(0, true)};
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < i; k++) assert_true(hashes[i] != hashes[k]);
+    write_changed("tokenizer.json", "truncation", cJSON_CreateNull()); // written anew, it is the same
+    struct tokenizer *t = open_or_fail(at("tokenizer.json"));
+    assert_true(tokenizer_hash(t) == hashes[0]);
+    tokenizer_close(t);
+}
+
 // Runs without an end to the word: work that grows with the square of the length would take hours. The limit is some
 // hundred times what it takes.
 static void long_runs_are_quick(void **state) {
@@ -920,6 +953,7 @@ int main(void) {
         cmocka_unit_test(special_tokens_are_read_only_when_asked_for),
         cmocka_unit_test(ids_are_appended),
         cmocka_unit_test(merges_are_done_by_rank_and_from_the_left),
+        in_folder(merges_and_their_order_are_in_the_hash),
         cmocka_unit_test(long_runs_are_quick),
         cmocka_unit_test(threads_share_a_tokenizer),
         cmocka_unit_test(patterns_with_two_meanings_are_refused),
