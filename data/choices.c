@@ -37,7 +37,8 @@ static bool read_header(FILE *file, const char *path, uint64_t bytes, uint32_t *
         return file_error(error, error_size, "%s: found %ju bytes, wanted at least the %d of a multiple-choice header",
                           path, (uintmax_t)bytes, CHOICES_HEADER);
     if (fread(header, 4, HEADER_INTS, file) != HEADER_INTS)
-        return file_error(error, error_size, "%s: cannot read its header: %s", path, strerror(errno));
+        return file_error(error, error_size, "%s: cannot read its header: %s", path,
+                          ferror(file) ? strerror(errno) : "it became shorter");
     for (int i = 0; i < HEADER_INTS; i++) header[i] = le32toh(header[i]);
     if (header[0] != MAGIC || header[1] != VERSION)
         return file_error(error, error_size,

@@ -187,15 +187,24 @@ static bool open_regular(struct token_file *f, uint64_t *bytes, char *error, siz
     return true;
 }
 
+// As much of a header as a file of so many bytes has.
+static bool read_header(const struct token_file *f, unsigned char *header, uint64_t bytes, char *error,
+                        size_t error_size) {
+    size_t wanted = bytes < TOKEN_FILE_HEADER ? (size_t)bytes : TOKEN_FILE_HEADER;
+    ssize_t got = file_read_at(f->fd, header, wanted, 0);
+    if (got < 0) return file_error(error, error_size, "%s: cannot be read: %s", f->path, strerror(errno));
+    return (size_t)got == wanted ||
+           file_error(error, error_size, "%s: found %zd bytes, wanted the %ju of its size; copy or make it again",
+                      f->path, got, (uintmax_t)bytes);
+}
+
 bool token_file_open(struct token_file *f, const char *path, char *error, size_t error_size) {
     *f = (struct token_file){.path = strdup(path), .fd = -1};
     if (!f->path) return file_error(error, error_size, "%s: found no memory for its name", path);
     unsigned char header[TOKEN_FILE_HEADER];
     uint64_t bytes = 0;
-    bool opened = open_regular(f, &bytes, error, error_size);
-    if (opened && file_read_at(f->fd, header, sizeof header, 0) < 0)
-        opened = file_error(error, error_size, "%s: cannot be read: %s", path, strerror(errno));
-    opened = opened && parse_header(f, header, bytes, error, error_size);
+    bool opened = open_regular(f, &bytes, error, error_size) && read_header(f, header, bytes, error, error_size) &&
+                  parse_header(f, header, bytes, error, error_size);
     if (!opened) token_file_close(f);
     return opened;
 }

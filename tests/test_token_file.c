@@ -189,6 +189,18 @@ static void paths_that_are_no_files_are_refused(void **state) {
     for (int i = 0; i < 4; i++) assert_false(token_file_is(at(names[i])));
 }
 
+// Linux's own settings say that they are a page long.
+static void a_file_shorter_than_its_size_is_refused(void **state) {
+    (void)state;
+    static const char path[] = "/sys/devices/system/cpu/online";
+    struct stat info;
+    if (stat(path, &info) != 0 || info.st_size < TOKEN_FILE_HEADER) skip();
+    struct token_file f;
+    assert_false(token_file_open(&f, path, error, sizeof error));
+    assert_contains(error, "/sys/devices/system/cpu/online: found ");
+    assert_contains(error, " of its size");
+}
+
 static void wrong_headers_are_refused(void **state) {
     (void)state;
     write_header("x.bin", 20240520, 7, 0);
@@ -438,6 +450,7 @@ int main(void) {
         TEST(shards_without_ids_are_whole),
         TEST(other_files_are_named),
         TEST(paths_that_are_no_files_are_refused),
+        TEST(a_file_shorter_than_its_size_is_refused),
         TEST(wrong_headers_are_refused),
         TEST(ids_above_the_vocabulary_are_refused),
         TEST(files_that_change_while_open_are_noticed),

@@ -699,6 +699,19 @@ static void truncated_and_deep_files_are_refused(void **state) {
 }
 
 // One wrong byte anywhere ends in an error line, or in a tokenizer that works.
+// Linux's own settings say that they are a page long.
+static void a_file_shorter_than_its_size_is_refused(void **state) {
+    (void)state;
+    static const char path[] = "/sys/devices/system/cpu/online";
+    char error[FILE_ERROR] = "", wanted[128];
+    struct stat info;
+    if (stat(path, &info) != 0 || info.st_size < 100) skip();
+    assert_null(tokenizer_open(path, error, sizeof error));
+    assert_contains(error, "/sys/devices/system/cpu/online: found ");
+    snprintf(wanted, sizeof wanted, " bytes, wanted the %lld of its size", (long long)info.st_size);
+    assert_contains(error, wanted);
+}
+
 static void damaged_files_are_read_or_refused(void **state) {
     (void)state;
     static const char replacements[] = "\"{}[],:\\019-tfn \x80\xff";
@@ -963,6 +976,7 @@ int main(void) {
         in_folder(hostile_files_are_refused),
         in_folder(wrong_ways_to_cut_words_are_refused),
         in_folder(truncated_and_deep_files_are_refused),
+        cmocka_unit_test(a_file_shorter_than_its_size_is_refused),
         in_folder(damaged_files_are_read_or_refused),
         in_folder(large_tokens_and_ids),
         in_folder(end_of_text_is_what_the_config_says),
