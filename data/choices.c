@@ -2,11 +2,13 @@
 
 #include <endian.h>
 #include <errno.h>
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "data/tokenizer.h"
 #include "kernels/fail.h"
 
 enum { MAGIC = 20240522, VERSION = 1, HEADER_INTS = CHOICES_HEADER / 4 };
@@ -35,7 +37,8 @@ static bool read_header(FILE *file, const char *path, uint64_t bytes, uint32_t *
         return file_error(error, error_size, "%s: found %ju bytes, wanted at least the %d of a multiple-choice header",
                           path, (uintmax_t)bytes, CHOICES_HEADER);
     if (fread(header, 4, HEADER_INTS, file) != HEADER_INTS)
-        return file_error(error, error_size, "%s: cannot read its header: %s", path, strerror(errno));
+        return file_error(error, error_size, "%s: cannot read its header: %s", path,
+                          ferror(file) ? strerror(errno) : "it became shorter");
     for (int i = 0; i < HEADER_INTS; i++) header[i] = le32toh(header[i]);
     if (header[0] != MAGIC || header[1] != VERSION)
         return file_error(error, error_size,
@@ -52,6 +55,16 @@ static bool read_header(FILE *file, const char *path, uint64_t bytes, uint32_t *
         return file_error(error, error_size, "%s: found %ju bytes, wanted an even number: it is cut off", path,
                           (uintmax_t)bytes);
     return true;
+}
+
+static bool check_tokenizer(const struct choices *c, const struct tokenizer *tokenizer, char *error,
+                            size_t error_size) {
+    if (!tokenizer || !c->tokenizer || c->tokenizer == tokenizer_hash(tokenizer)) return true;
+    return file_error(error, error_size,
+                      "%s: found ids of another tokenizer, %016" PRIx64
+                      ", wanted those of the run's tokenizer, %016" PRIx64
+                      "; make it again with ./tokenize --choices and that one",
+                      c->path, c->tokenizer, tokenizer_hash(tokenizer));
 }
 
 // One list of ids of example number `index`: its length, then the ids. *next moves behind it.
@@ -115,9 +128,12 @@ static bool read_example(struct choices *c, int index, uint32_t longest, const u
     return true;
 }
 
-static bool read_content(struct choices *c, FILE *file, uint64_t bytes, int id_limit, char *error, size_t error_size) {
+static bool read_content(struct choices *c, FILE *file, uint64_t bytes, const struct tokenizer *tokenizer, int id_limit,
+                         char *error, size_t error_size) {
     uint32_t header[HEADER_INTS];
     if (!read_header(file, c->path, bytes, header, error, error_size)) return false;
+    c->tokenizer = header[4] | (uint64_t)header[5] << 32;
+    if (!check_tokenizer(c, tokenizer, error, error_size)) return false;
     size_t numbers = (size_t)(bytes - CHOICES_HEADER) / 2;
     c->count = (int)header[2];
     c->examples = calloc((size_t)c->count, sizeof *c->examples);
@@ -137,7 +153,8 @@ static bool read_content(struct choices *c, FILE *file, uint64_t bytes, int id_l
     return true;
 }
 
-bool choices_open(struct choices *c, const char *path, int vocab, char *error, size_t error_size) {
+bool choices_open(struct choices *c, const char *path, const struct tokenizer *tokenizer, int vocab, char *error,
+                  size_t error_size) {
     const uint64_t most = 1ull << 30;
     *c = (struct choices){0};
     uint64_t bytes;
@@ -150,7 +167,7 @@ bool choices_open(struct choices *c, const char *path, int vocab, char *error, s
     c->path = strdup(path);
     if (!c->path) fail_internal(path, "found no memory for its name");
     int id_limit = vocab > 0 && vocab < CHOICES_ID_LIMIT ? vocab : CHOICES_ID_LIMIT;
-    bool read = read_content(c, file, bytes, id_limit, error, error_size);
+    bool read = read_content(c, file, bytes, tokenizer, id_limit, error, error_size);
     fclose(file);
     if (!read) choices_close(c);
     return read;
@@ -171,8 +188,12 @@ static bool write_numbers(struct choices_writer *w, const void *numbers, size_t 
 }
 
 static bool write_header(struct choices_writer *w, char *error, size_t error_size) {
-    uint32_t header[HEADER_INTS] = {htole32(MAGIC), htole32(VERSION), htole32((uint32_t)w->count),
-                                    htole32((uint32_t)w->longest)};
+    uint32_t header[HEADER_INTS] = {htole32(MAGIC),
+                                    htole32(VERSION),
+                                    htole32((uint32_t)w->count),
+                                    htole32((uint32_t)w->longest),
+                                    htole32((uint32_t)w->tokenizer),
+                                    htole32((uint32_t)(w->tokenizer >> 32))};
     return write_numbers(w, header, sizeof header, error, error_size);
 }
 
@@ -183,8 +204,9 @@ void choices_writer_abandon(struct choices_writer *w) {
     w->file = NULL;
 }
 
-bool choices_writer_begin(struct choices_writer *w, const char *path, char *error, size_t error_size) {
-    *w = (struct choices_writer){0};
+bool choices_writer_begin(struct choices_writer *w, const char *path, uint64_t tokenizer, char *error,
+                          size_t error_size) {
+    *w = (struct choices_writer){.tokenizer = tokenizer};
     if (strlen(path) + sizeof ".tmp" > sizeof w->path)
         return file_error(error, error_size, "%s: found a path of %zu bytes, wanted at most %zu", path, strlen(path),
                           sizeof w->path - sizeof ".tmp");

@@ -1,5 +1,6 @@
 // Multiple-choice questions in llm.c's format: 256 little-endian int32 (magic 20240522, version 1, number of examples,
-// bytes of the longest), then per example a run of little-endian uint16:
+// bytes of the longest; ours adds, in two ints that llm.c leaves 0, low and high half of the hash of the tokenizer that
+// made the ids), then per example a run of little-endian uint16:
 //   65535, bytes of the example (these fields too), its index, label, completions, then a length and ids for the
 //   context and for every completion.
 #ifndef MOK_DATA_CHOICES_H
@@ -11,6 +12,8 @@
 #include <stdio.h>
 
 #include "data/files.h"
+
+struct tokenizer;
 
 enum {
     CHOICES_HEADER = 1024,      // bytes
@@ -34,6 +37,7 @@ struct choice_example {
 struct choices {
     char *path;
     int count, largest_id;
+    uint64_t tokenizer;              // its hash; 0: the header has none
     struct choice_example *examples; // [count]
     uint16_t *content;
 };
@@ -41,9 +45,11 @@ struct choices {
 // Whether a regular file begins with the magic number.
 bool choices_is(const char *path);
 
-// Reads the whole file, at most 1 GiB, and checks every number in it. vocab: ids must be below it; 0: not known.
-// On failure there is one line in error and nothing to close.
-bool choices_open(struct choices *c, const char *path, int vocab, char *error, size_t error_size);
+// Reads the whole file, at most 1 GiB, and checks every number in it. tokenizer: NULL if it is not known, else a
+// file whose header names another one is refused. vocab: ids must be below it; 0: not known. On failure there is one
+// line in error and nothing to close.
+bool choices_open(struct choices *c, const char *path, const struct tokenizer *tokenizer, int vocab, char *error,
+                  size_t error_size);
 void choices_close(struct choices *c);
 
 // Writes path.tmp; finish flushes it to disk and renames it to path. A function that returns false has removed path.tmp
@@ -52,8 +58,11 @@ struct choices_writer {
     FILE *file; // NULL: closed
     char path[FILE_PATH], temporary[FILE_PATH];
     int count, longest;
+    uint64_t tokenizer;
 };
-bool choices_writer_begin(struct choices_writer *w, const char *path, char *error, size_t error_size);
+// tokenizer: hash of the one that makes the ids, 0 if it is not known.
+bool choices_writer_begin(struct choices_writer *w, const char *path, uint64_t tokenizer, char *error,
+                          size_t error_size);
 
 // The next example. What the format cannot hold is refused: lists that are empty, ids at or above CHOICES_ID_LIMIT,
 // more bytes than CHOICES_EXAMPLE_MAX, more examples than CHOICES_EXAMPLES.

@@ -72,12 +72,15 @@ static void open_source(struct source *s, const char *spec, const char *flag, co
 // Ids of two tokenizers would train on the one and evaluate the other.
 static void require_one_tokenizer(const struct source *train, const struct source *eval) {
     if (train->kind != SOURCE_SHARDS || eval->kind != SOURCE_SHARDS) return;
-    const struct token_file *a = &train->shards[0], *b = &eval->shards[0];
-    if (a->id_bytes == b->id_bytes && a->vocab == b->vocab) return;
-    fail_user(b->path,
-              "found ids of %d bits and a vocabulary of %" PRIu32 ", wanted %d and %" PRIu32
-              " as in %s (0: not in the header); give --eval-data of the tokenizer of --data",
-              8 * b->id_bytes, b->vocab, 8 * a->id_bytes, a->vocab, a->path);
+    struct data_error e = {0};
+    if (!token_file_is_like(&eval->shards[0], &train->shards[0], e.line, sizeof e.line)) data_fail(&e);
+}
+
+// A pattern easily matches the evaluation shard as well.
+static void warn_of_shared_file(const struct source *train, const struct source *eval) {
+    const char *path = source_find_shared(eval, train);
+    if (path)
+        fail_warn(path, "found in --data and in --eval-data, wanted in one of them: what is evaluated is trained on");
 }
 
 struct data *data_open(const char *spec, const char *eval_spec, const struct tokenizer *tokenizer, uint64_t seed,
@@ -92,6 +95,7 @@ struct data *data_open(const char *spec, const char *eval_spec, const struct tok
     if (eval_spec && *eval_spec) {
         open_source(&d->eval, eval_spec, "--eval-data", tokenizer);
         require_one_tokenizer(&d->train, &d->eval);
+        warn_of_shared_file(&d->train, &d->eval);
         d->parts[DATA_TRAIN] = take_all(d, &d->train, "one sequence to train");
         d->parts[DATA_EVAL] = take_all(d, &d->eval, "one sequence to evaluate");
     } else {

@@ -19,7 +19,8 @@ struct data;
 // shards. eval_spec: NULL or "" to hold out the end of spec, else another spec whose whole content is the eval split.
 // tokenizer: NULL if text is bytes; it must outlive the data.
 // length: T, tokens per sequence. lookahead: tokens after them that targets need, 1 + MTP depth.
-// Files stay open and must not change until data_close. A spec that cannot be used ends the program (exit 2).
+// Files stay open and must not change until data_close. A spec that cannot be used ends the program (exit 2); a file
+// that both splits read gets a warning.
 struct data *data_open(const char *spec, const char *eval_spec, const struct tokenizer *tokenizer, uint64_t seed,
                        int length, int lookahead);
 void data_close(struct data *d);
@@ -50,13 +51,14 @@ void data_describe(const struct data *d, FILE *file);
 
 // ---- identity: what a resumed run must find again ----
 
-// The train split, for the caller to free: {"files": [{"name", "bytes", "hash"}...], "tokens", "length",
-// "windows", "tokenizer" where one encoded the text}, or {"stories": hash, "tokenizer"}. Reads files (up to 256 MiB of
-// them, some of larger ones); one that cannot be read ends the program.
+// The train split, for the caller to free: {"files": [{"name", "bytes", "hash"}...], "tokens", "shards": true where
+// they are, "length", "windows", "tokenizer": hash of the one that encoded the text or that the ids of shards are said
+// to be of}, or {"stories": hash, "tokenizer"}. Without "tokenizer", text and stories are bytes, and of shards it is
+// not known. Reads files (up to 256 MiB of them, some of larger ones); one that cannot be read ends the program.
 struct cJSON *data_identity(const struct data *d);
 
-// Whether both stand for the same sequences; names of files may differ. If not, the first difference goes to difference
-// [size], in words.
+// Whether both stand for the same sequences; names of files may differ, and shards may have got a tokenizer where none
+// was known. If not, the first difference goes to difference [size], in words.
 bool data_identity_equal(const struct cJSON *before, const struct cJSON *now, char *difference, size_t size);
 
 #endif

@@ -134,6 +134,16 @@ struct cJSON *file_parse_json(const char *text, size_t length, const char *path,
     return NULL;
 }
 
+// The text [bytes] of a file, which may end before the size it had: it is being changed, or the size was made up.
+static bool read_content(FILE *file, const char *path, char *text, size_t bytes, char *error, size_t error_size) {
+    size_t got = fread(text, 1, bytes, file);
+    if (got == bytes) return true;
+    if (ferror(file))
+        return file_error(error, error_size, "%s: cannot read %zu bytes: %s", path, bytes, strerror(errno));
+    return file_error(error, error_size, "%s: found %zu bytes, wanted the %zu of its size; copy it or make it again",
+                      path, got, bytes);
+}
+
 char *file_read(const char *path, size_t *length, char *error, size_t error_size) {
     const uint64_t most = 100 << 20; // the largest index or tokenizer of a published model is a tenth of this
     uint64_t bytes;
@@ -145,8 +155,9 @@ char *file_read(const char *path, size_t *length, char *error, size_t error_size
     }
     FILE *file = fopen(path, "rb");
     char *text = malloc(bytes + 1);
-    bool read = file && text && fread(text, 1, bytes, file) == bytes;
+    bool read = file && text;
     if (!read) file_error(error, error_size, "%s: cannot read %ju bytes: %s", path, (uintmax_t)bytes, strerror(errno));
+    read = read && read_content(file, path, text, bytes, error, error_size);
     if (file) fclose(file);
     if (read) {
         text[bytes] = 0;

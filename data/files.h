@@ -19,6 +19,12 @@ bool file_error(char *error, size_t error_size, const char *format, ...) __attri
 // path = folder/name. Ends the program (exit 2) when that is too long.
 void file_path(char path[FILE_PATH], const char *folder, const char *name);
 
+// What makes an open file this one and no other, whatever its names are.
+struct file_id {
+    dev_t device;
+    ino_t inode;
+};
+
 // Bytes of a regular file; false if there is none.
 bool file_size(const char *path, uint64_t *bytes, char *error, size_t error_size);
 

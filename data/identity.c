@@ -103,7 +103,10 @@ static bool add_shards(struct cJSON *files, const struct source *s, struct data_
 static bool add_files(struct cJSON *identity, const struct source *s, struct data_error *e) {
     struct cJSON *files = cJSON_AddArrayToObject(identity, "files");
     file_json_add_integer(identity, "tokens", s->tokens);
-    if (s->kind == SOURCE_SHARDS) return add_shards(files, s, e);
+    if (s->kind == SOURCE_SHARDS) {
+        cJSON_AddTrueToObject(identity, "shards");
+        return add_shards(files, s, e);
+    }
     return add_file(files, s->spec, s->text, s->text_bytes, s->text_bytes <= WHOLE ? EXTENT_ALL : EXTENT_SAMPLES, e);
 }
 
@@ -125,6 +128,7 @@ struct cJSON *source_identity(const struct source *s, struct data_error *e) {
 struct side {
     const struct cJSON *files;
     const char *stories, *tokenizer;
+    bool shards;
     uint64_t tokens, length, windows;
 };
 
@@ -144,6 +148,7 @@ static struct side side_of(const struct cJSON *identity) {
     return (struct side){.files = cJSON_GetObjectItemCaseSensitive(identity, "files"),
                          .stories = text_of(identity, "stories"),
                          .tokenizer = text_of(identity, "tokenizer"),
+                         .shards = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(identity, "shards")),
                          .tokens = integer_of(identity, "tokens"),
                          .length = integer_of(identity, "length"),
                          .windows = integer_of(identity, "windows")};
@@ -202,6 +207,17 @@ static bool compare_files(const struct cJSON *before, const struct cJSON *now, c
     return true;
 }
 
+// The files are the same, so shards are shards on both sides.
+static bool compare_tokenizers(const struct side *before, const struct side *now, char *difference, size_t size) {
+    if (same_text(before->tokenizer, now->tokenizer)) return true;
+    if (before->tokenizer && now->tokenizer) return file_error(difference, size, "another tokenizer than before");
+    if (now->shards)
+        return !before->tokenizer || file_error(difference, size, "a tokenizer was known before and none is known now");
+    return file_error(difference, size,
+                      now->tokenizer ? "text was bytes before and a tokenizer encodes it now"
+                                     : "a tokenizer encoded the text before and it is bytes now");
+}
+
 static bool compare_windows(const struct side *before, const struct side *now, char *difference, size_t size) {
     if (before->tokens != now->tokens)
         return file_error(difference, size, "%" PRIu64 " tokens before, %" PRIu64 " now", before->tokens, now->tokens);
@@ -225,11 +241,7 @@ bool data_identity_equal(const struct cJSON *before, const struct cJSON *now, ch
                                     : "files before, the built-in stories now");
     if (!same_text(a.stories, b.stories))
         return file_error(difference, size, "the built-in stories are others than those before");
-    if (!same_text(a.tokenizer, b.tokenizer))
-        return file_error(difference, size,
-                          !a.tokenizer   ? "text was bytes before and a tokenizer encodes it now"
-                          : !b.tokenizer ? "a tokenizer encoded the text before and it is bytes now"
-                                         : "another tokenizer encoded the text before");
-    if (a.stories) return true;
-    return compare_files(a.files, b.files, difference, size) && compare_windows(&a, &b, difference, size);
+    if (a.stories) return compare_tokenizers(&a, &b, difference, size);
+    return compare_files(a.files, b.files, difference, size) && compare_tokenizers(&a, &b, difference, size) &&
+           compare_windows(&a, &b, difference, size);
 }

@@ -6,8 +6,8 @@
 
 struct cJSON;
 
-// {"files", "tokens", "tokenizer"} or {"stories", "tokenizer"} of data_identity, for the caller to free; NULL with the
-// reason in e.
+// {"files", "tokens", "shards", "tokenizer"} or {"stories", "tokenizer"} of data_identity, for the caller to free; NULL
+// with the reason in e.
 struct cJSON *source_identity(const struct source *s, struct data_error *e);
 
 #endif

@@ -89,6 +89,11 @@ bool reader_line(struct reader *r, char **line, size_t *length) {
     *length = end ? (size_t)(end - *line) : reader_held(r);
     r->start += *length + (end != NULL);
     r->line++;
+    if (end && *length && end[-1] == '\r') --*length;
+    if (r->line == 1 && *length >= 3 && memcmp(*line, "\xef\xbb\xbf", 3) == 0) { // a byte order mark is no text
+        *line += 3;
+        *length -= 3;
+    }
     return true;
 }
 

@@ -32,7 +32,8 @@ static inline size_t reader_held(const struct reader *r) { return r->end - r->st
 // token_file_guess knows, is refused.
 bool reader_more(struct reader *r);
 
-// The next line without its end, valid until the next call; the last line of a file may lack its end.
+// The next line without its end (\n or \r\n) and, at the beginning, without a UTF-8 byte order mark. Valid until the
+// next call; the last line of a file may lack its end.
 bool reader_line(struct reader *r, char **line, size_t *length);
 
 // The object of the next line that is not blank, for cJSON_Delete; NULL at the end. A line that is no JSON object or

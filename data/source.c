@@ -53,6 +53,7 @@ static bool open_text(struct source *s, const char *flag, struct data_error *e) 
                       s->spec, flag);
     if (status.st_size == 0) return refuse(e, "%s: found an empty file, wanted text for %s", s->spec, flag);
     s->text_bytes = (uint64_t)status.st_size;
+    s->text_id = (struct file_id){status.st_dev, status.st_ino};
     return true;
 }
 
@@ -113,21 +114,16 @@ static bool encode_text(struct source *s, struct data_error *e) {
 
 // ---- opening shards ----
 
-static bool refuse_unlike(const struct token_file *f, const struct token_file *first, struct data_error *e) {
-    if (f->id_bytes != first->id_bytes)
-        return refuse(e, "%s: found ids of %d bits, wanted %d as in %s; give shards of one tokenizer", f->path,
-                      8 * f->id_bytes, 8 * first->id_bytes, first->path);
-    if (f->vocab != first->vocab)
-        return refuse(e,
-                      "%s: found a vocabulary of %" PRIu32 " in the header, wanted %" PRIu32
-                      " as in %s (0: not there); give shards of one tokenizer",
-                      f->path, f->vocab, first->vocab, first->path);
-    return true;
-}
-
-// A tokenizer may have got more tokens since. Ids that it does not have are another's.
+// Where the header names no tokenizer, its vocabulary tells: ids that a tokenizer does not have are another's, though
+// it may have got more tokens since.
 static bool refuse_foreign(const struct token_file *f, const struct tokenizer *tokenizer, struct data_error *e) {
-    if (!tokenizer || !f->vocab || (int)f->vocab == tokenizer_vocab(tokenizer)) return true;
+    if (!tokenizer) return true;
+    if (f->tokenizer && f->tokenizer != tokenizer_hash(tokenizer))
+        return refuse(e,
+                      "%s: found ids of another tokenizer, %016" PRIx64 ", wanted those of the run's tokenizer, "
+                      "%016" PRIx64 "; give --tokenizer the one that made the shards",
+                      f->path, f->tokenizer, tokenizer_hash(tokenizer));
+    if (!f->vocab || (int)f->vocab == tokenizer_vocab(tokenizer)) return true;
     if ((int)f->vocab > tokenizer_vocab(tokenizer))
         return refuse(e,
                       "%s: found a vocabulary of %" PRIu32
@@ -152,14 +148,16 @@ static void allow_files(size_t count) {
 static bool open_shards(struct source *s, char *const *paths, size_t count, const struct tokenizer *tokenizer,
                         struct data_error *e) {
     s->kind = SOURCE_SHARDS;
+    s->tokenizer = tokenizer;
     s->shards = malloc(sizeof *s->shards * count);
     s->starts = malloc(sizeof *s->starts * (count + 1));
     if (!s->shards || !s->starts) fail_internal(s->spec, "found no memory for %zu shards", count);
     allow_files(count);
     for (size_t i = 0; i < count; i++) {
-        if (!token_file_open(&s->shards[i], paths[i], e->line, sizeof e->line)) return e->internal = false;
+        e->internal = false;
+        if (!token_file_open(&s->shards[i], paths[i], e->line, sizeof e->line)) return false;
         s->shard_count++;
-        if (!refuse_unlike(&s->shards[i], &s->shards[0], e)) return false;
+        if (!token_file_is_like(&s->shards[i], &s->shards[0], e->line, sizeof e->line)) return false;
         if (i == 0 && !refuse_foreign(&s->shards[i], tokenizer, e)) return false; // the others are like it
         s->starts[i] = s->tokens;
         s->tokens += s->shards[i].count; // below 2^32 each
@@ -208,7 +206,7 @@ static bool open_pattern(struct source *s, const char *flag, const struct tokeni
 
 // ---- opening ----
 
-bool source_is_pattern(const char *spec) {
+static bool is_pattern(const char *spec) {
     struct stat status;
     return strpbrk(spec, "*?[") && stat(spec, &status) != 0; // a file of that name is itself
 }
@@ -226,15 +224,32 @@ static bool use_tokenizer(struct source *s, const struct tokenizer *tokenizer, s
                   s->spec);
 }
 
+static bool is_named_like_shard(const char *path) {
+    size_t length = strlen(path);
+    return length >= 4 && strcmp(path + length - 4, ".bin") == 0;
+}
+
+bool source_is_shards(const char *spec) {
+    if (strcmp(spec, "stories") == 0) return false; // whatever file has this name
+    return is_named_like_shard(spec) || token_file_is(spec) || is_pattern(spec);
+}
+
+// What was meant to be a shard, but is a page that says "not found", would train without complaint.
+static bool open_one_shard(struct source *s, bool llmc, const struct tokenizer *tokenizer, struct data_error *e) {
+    close(s->text);
+    s->text = -1;
+    if (open_shards(s, &s->spec, 1, tokenizer, e)) return true;
+    size_t used = strlen(e->line);
+    if (!llmc) snprintf(e->line + used, sizeof e->line - used, ", or train on its bytes under a name like FILE.txt");
+    return false;
+}
+
 static bool open_spec(struct source *s, const char *flag, const struct tokenizer *tokenizer, struct data_error *e) {
     if (strcmp(s->spec, "stories") == 0) return use_tokenizer(s, tokenizer, e);
-    if (source_is_pattern(s->spec)) return open_pattern(s, flag, tokenizer, e);
+    if (is_pattern(s->spec)) return open_pattern(s, flag, tokenizer, e);
     if (!open_text(s, flag, e)) return false;
-    if (text_is_llmc(s)) {
-        close(s->text);
-        s->text = -1;
-        return open_shards(s, &s->spec, 1, tokenizer, e);
-    }
+    bool llmc = text_is_llmc(s);
+    if (llmc || is_named_like_shard(s->spec)) return open_one_shard(s, llmc, tokenizer, e);
     if (!use_tokenizer(s, tokenizer, e)) return false;
     if (s->tokenizer) return encode_text(s, e);
     s->kind = SOURCE_BYTES;
@@ -261,6 +276,30 @@ void source_close(struct source *s) {
     free(s->starts);
     free(s->spec);
     *s = (struct source){.text = -1};
+}
+
+// ---- files of two sources ----
+
+static size_t count_files(const struct source *s) {
+    return s->kind == SOURCE_SHARDS ? s->shard_count : s->kind != SOURCE_STORIES;
+}
+
+static struct file_id file_id_of(const struct source *s, size_t i) {
+    return s->kind == SOURCE_SHARDS ? s->shards[i].id : s->text_id;
+}
+
+static bool reads_file(const struct source *s, struct file_id id) {
+    for (size_t i = 0; i < count_files(s); i++) {
+        struct file_id own = file_id_of(s, i);
+        if (own.inode == id.inode && own.device == id.device) return true;
+    }
+    return false;
+}
+
+const char *source_find_shared(const struct source *a, const struct source *b) {
+    for (size_t i = 0; i < count_files(a); i++)
+        if (reads_file(b, file_id_of(a, i))) return a->kind == SOURCE_SHARDS ? a->shards[i].path : a->spec;
+    return NULL;
 }
 
 // ---- reading ----

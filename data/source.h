@@ -28,12 +28,13 @@ enum source_kind {
 struct source {
     char *spec; // as it was given
     enum source_kind kind;
-    const struct tokenizer *tokenizer; // of text and stories; NULL: bytes
+    const struct tokenizer *tokenizer; // NULL: text and stories are bytes, of shards it is not known
     uint64_t tokens;                   // 0: without end
     int vocab;                         // every id is below it, or should be:
     bool vocab_known;                  // a shard's header need not say
 
     int text; // text files: the descriptor
+    struct file_id text_id;
     uint64_t text_bytes;
     int32_t *ids; // SOURCE_ENCODED: [tokens]
 
@@ -42,16 +43,21 @@ struct source {
     size_t shard_count;
 };
 
-// Whether the spec stands for files by a pattern (* ? [) rather than by a name that is there.
-bool source_is_pattern(const char *spec);
+// Whether the spec stands for token shards: a pattern (* ? [) that is no file's name, a file that is one, or one that
+// should be by its name, NAME.bin.
+bool source_is_shards(const char *spec);
 
-// spec: "stories", the path of a text file or token shard, or a pattern (* ? [) of token shards, which are put end to end
-// in the order of their paths' bytes. flag: where the spec was given, for messages. tokenizer: NULL for bytes; it must
-// outlive the source. A text file that it encodes stays in memory and may have 1 GiB; shards whose header has a
-// larger vocabulary are refused, and a smaller one gets a warning. false with the reason in e, and nothing to close.
+// spec: "stories", the path of a text file or token shard, or a pattern (* ? [) of token shards, which are put end to
+// end in the order of their paths' bytes. A file named like a shard must be one. flag: where the spec was given, for
+// messages. tokenizer: NULL for bytes; it must outlive the source. A text file that it encodes stays in memory and may
+// have 1 GiB; shards whose header names another tokenizer or has a larger vocabulary are refused, and a smaller one gets
+// a warning. false with the reason in e, and nothing to close.
 bool source_open(struct source *s, const char *spec, const char *flag, const struct tokenizer *tokenizer,
                  struct data_error *e);
 void source_close(struct source *s);
+
+// The path of the first file of a that b reads too, under whatever name; NULL: none.
+const char *source_find_shared(const struct source *a, const struct source *b);
 
 // tokens [n] from position start on; start + n must not exceed s->tokens. Ids at or above vocab (0: not settled yet)
 // are an error, and so is a file whose size has changed. Not for stories. Threads may share s.

@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 // The ints of the header that are used.
-enum { HEADER_MAGIC, HEADER_VERSION, HEADER_COUNT, HEADER_VOCAB, HEADER_HASH_LOW, HEADER_HASH_HIGH };
+enum { HEADER_MAGIC, HEADER_VERSION, HEADER_COUNT, HEADER_VOCAB, HEADER_HASH, HEADER_TOKENIZER = HEADER_HASH + 2 };
 
 static const struct layout {
     uint32_t magic, version;
@@ -29,6 +29,14 @@ static uint32_t load_u32(const unsigned char *b) {
 
 static void store_u32(unsigned char *b, uint32_t value) {
     for (int i = 0; i < 4; i++) b[i] = (unsigned char)(value >> (8 * i));
+}
+
+// Of two ints, the low half first.
+static uint64_t load_u64(const unsigned char *b) { return load_u32(b) | (uint64_t)load_u32(b + 4) << 32; }
+
+static void store_u64(unsigned char *b, uint64_t value) {
+    store_u32(b, (uint32_t)value);
+    store_u32(b + 4, (uint32_t)(value >> 32));
 }
 
 // ---- what a file seems to be ----
@@ -148,7 +156,8 @@ static bool parse_header(struct token_file *f, const unsigned char *begin, uint6
     f->id_bytes = layout->id_bytes;
     f->count = load_u32(begin + 4 * HEADER_COUNT);
     f->vocab = vocab;
-    f->hash = load_u32(begin + 4 * HEADER_HASH_LOW) | (uint64_t)load_u32(begin + 4 * HEADER_HASH_HIGH) << 32;
+    f->hash = load_u64(begin + 4 * HEADER_HASH);
+    f->tokenizer = load_u64(begin + 4 * HEADER_TOKENIZER);
     if (token_file_bytes(f) != bytes)
         return file_error(
             error, error_size,
@@ -174,7 +183,19 @@ static bool open_regular(struct token_file *f, uint64_t *bytes, char *error, siz
         return file_error(error, error_size, "%s: found an empty file, wanted a token shard; copy or make it again",
                           f->path);
     *bytes = (uint64_t)status.st_size;
+    f->id = (struct file_id){status.st_dev, status.st_ino};
     return true;
+}
+
+// As much of a header as a file of so many bytes has.
+static bool read_header(const struct token_file *f, unsigned char *header, uint64_t bytes, char *error,
+                        size_t error_size) {
+    size_t wanted = bytes < TOKEN_FILE_HEADER ? (size_t)bytes : TOKEN_FILE_HEADER;
+    ssize_t got = file_read_at(f->fd, header, wanted, 0);
+    if (got < 0) return file_error(error, error_size, "%s: cannot be read: %s", f->path, strerror(errno));
+    return (size_t)got == wanted ||
+           file_error(error, error_size, "%s: found %zd bytes, wanted the %ju of its size; copy or make it again",
+                      f->path, got, (uintmax_t)bytes);
 }
 
 bool token_file_open(struct token_file *f, const char *path, char *error, size_t error_size) {
@@ -182,10 +203,8 @@ bool token_file_open(struct token_file *f, const char *path, char *error, size_t
     if (!f->path) return file_error(error, error_size, "%s: found no memory for its name", path);
     unsigned char header[TOKEN_FILE_HEADER];
     uint64_t bytes = 0;
-    bool opened = open_regular(f, &bytes, error, error_size);
-    if (opened && file_read_at(f->fd, header, sizeof header, 0) < 0)
-        opened = file_error(error, error_size, "%s: cannot be read: %s", path, strerror(errno));
-    opened = opened && parse_header(f, header, bytes, error, error_size);
+    bool opened = open_regular(f, &bytes, error, error_size) && read_header(f, header, bytes, error, error_size) &&
+                  parse_header(f, header, bytes, error, error_size);
     if (!opened) token_file_close(f);
     return opened;
 }
@@ -194,6 +213,24 @@ void token_file_close(struct token_file *f) {
     if (f->path && f->fd >= 0) close(f->fd); // only read from: nothing can be lost
     free(f->path);
     *f = (struct token_file){.fd = -1};
+}
+
+bool token_file_is_like(const struct token_file *f, const struct token_file *first, char *error, size_t error_size) {
+    if (f->id_bytes != first->id_bytes)
+        return file_error(error, error_size,
+                          "%s: found ids of %d bits, wanted %d as in %s; give shards of one tokenizer", f->path,
+                          8 * f->id_bytes, 8 * first->id_bytes, first->path);
+    if (f->vocab != first->vocab)
+        return file_error(error, error_size,
+                          "%s: found a vocabulary of %" PRIu32 " in the header, wanted %" PRIu32
+                          " as in %s (0: not there); give shards of one tokenizer",
+                          f->path, f->vocab, first->vocab, first->path);
+    if (f->tokenizer != first->tokenizer)
+        return file_error(error, error_size,
+                          "%s: found ids of the tokenizer %016" PRIx64 ", wanted those of %016" PRIx64
+                          " as in %s (0: not in the header); give shards of one tokenizer",
+                          f->path, f->tokenizer, first->tokenizer, first->path);
+    return true;
 }
 
 // ---- reading ----
@@ -314,18 +351,19 @@ static bool refuse(struct token_writer *w, bool never) {
 static bool write_header(struct token_writer *w) {
     unsigned char header[TOKEN_FILE_HEADER] = {0};
     const struct layout *layout = &layouts[w->id_bytes == 4];
-    uint64_t hash = hash_end(&w->hash);
     store_u32(header + 4 * HEADER_MAGIC, layout->magic);
     store_u32(header + 4 * HEADER_VERSION, layout->version);
     store_u32(header + 4 * HEADER_COUNT, (uint32_t)w->count);
     store_u32(header + 4 * HEADER_VOCAB, w->vocab);
-    store_u32(header + 4 * HEADER_HASH_LOW, (uint32_t)hash);
-    store_u32(header + 4 * HEADER_HASH_HIGH, (uint32_t)(hash >> 32));
+    store_u64(header + 4 * HEADER_HASH, hash_end(&w->hash));
+    store_u64(header + 4 * HEADER_TOKENIZER, w->tokenizer);
     return fseeko(w->file, 0, SEEK_SET) == 0 && fwrite(header, 1, sizeof header, w->file) == sizeof header;
 }
 
-bool token_writer_begin(struct token_writer *w, const char *path, int vocab, char *error, size_t error_size) {
-    *w = (struct token_writer){.vocab = (uint32_t)vocab, .id_bytes = vocab <= 65536 ? 2 : 4, .hash = hash_begin()};
+bool token_writer_begin(struct token_writer *w, const char *path, int vocab, uint64_t tokenizer, char *error,
+                        size_t error_size) {
+    *w = (struct token_writer){
+        .vocab = (uint32_t)vocab, .tokenizer = tokenizer, .id_bytes = vocab <= 65536 ? 2 : 4, .hash = hash_begin()};
     if (vocab < 1) return file_error(error, error_size, "%s: found a vocabulary of %d, wanted at least 1", path, vocab);
     int length = snprintf(w->temporary, sizeof w->temporary, "%s.tmp", path);
     if (length >= (int)sizeof w->temporary)

@@ -1,8 +1,9 @@
 // Token shards: files of token ids in llm.c's format.
 //
-// 256 little-endian int32, then the ids. [0] magic: 20240520 for uint16 ids, 20240801 for uint32 ids. [1] version: 1 or 7.
-// [2] number of ids, read as uint32. Ours adds, in ints that llm.c leaves 0: [3] size of the vocabulary, [4] and [5] low
-// and high half of the hash (data/hash.h) of the id bytes; 0 where they are not there.
+// 256 little-endian int32, then the ids. [0] magic: 20240520 for uint16 ids, 20240801 for uint32 ids. [1] version: 1 or
+// 7. [2] number of ids, read as uint32. Ours adds, in ints that llm.c leaves 0: [3] size of the vocabulary, [4] and [5]
+// low and high half of the hash (data/hash.h) of the id bytes, [6] and [7] the same of the tokenizer that made the ids
+// (tokenizer_hash); 0 where they are not there.
 //
 // Functions return false with one line in error that begins with the path.
 #ifndef MOK_DATA_TOKEN_FILE_H
@@ -22,10 +23,12 @@ enum { TOKEN_FILE_HEADER = 1024 }; // bytes
 
 struct token_file {
     char *path;
-    int fd, id_bytes; // 2 or 4
-    uint64_t count;   // ids
-    uint32_t vocab;   // 0: the header has none
-    uint64_t hash;    // 0: the header has none
+    struct file_id id;
+    int fd, id_bytes;   // 2 or 4
+    uint64_t count;     // ids
+    uint32_t vocab;     // 0: the header has none
+    uint64_t hash;      // 0: the header has none
+    uint64_t tokenizer; // its hash; 0: the header has none
 };
 
 // A regular file that begins with one of the two magics. False for whatever cannot be read too.
@@ -38,6 +41,9 @@ const char *token_file_guess(const void *begin, size_t bytes);
 // Strict: the size must be the header and the ids that it announces, exactly. The ids themselves are not read.
 bool token_file_open(struct token_file *f, const char *path, char *error, size_t error_size);
 void token_file_close(struct token_file *f);
+
+// Whether the headers of both speak of the same tokenizer; what one of them lacks, the other must lack too.
+bool token_file_is_like(const struct token_file *f, const struct token_file *first, char *error, size_t error_size);
 
 // Bytes of the whole file.
 uint64_t token_file_bytes(const struct token_file *f);
@@ -60,12 +66,14 @@ struct token_writer {
     char path[FILE_PATH], temporary[FILE_PATH];
     int id_bytes;
     uint32_t vocab;
-    uint64_t count;
+    uint64_t count, tokenizer;
     struct hash hash;
 };
 
-// vocab: every id is below it. Up to 65536 the ids take 2 bytes, else 4.
-bool token_writer_begin(struct token_writer *w, const char *path, int vocab, char *error, size_t error_size);
+// vocab: every id is below it. Up to 65536 the ids take 2 bytes, else 4. tokenizer: hash of the one that makes the ids,
+// 0 if it is not known.
+bool token_writer_begin(struct token_writer *w, const char *path, int vocab, uint64_t tokenizer, char *error,
+                        size_t error_size);
 // Refuses more than 2^31 - 1 ids in all, llm.c's limit, and ids outside the vocabulary, before it writes any.
 bool token_writer_append(struct token_writer *w, const int32_t *ids, size_t n, char *error, size_t error_size);
 bool token_writer_finish(struct token_writer *w, char *error, size_t error_size);

@@ -185,6 +185,7 @@ static struct tokenizer *open_tokenizer(const char *name) {
 static struct {
     const char *prefix;
     int vocab;
+    uint64_t tokenizer; // its hash
     int64_t shard_tokens, eval_tokens;
     struct token_writer writer; // of the shard that is being filled
     bool eval_begun;
@@ -221,7 +222,7 @@ static void output_begin_shard(void) {
     } else {
         path = output_path("train", ++output.train_shards);
     }
-    if (!token_writer_begin(&output.writer, path, output.vocab, error, sizeof error))
+    if (!token_writer_begin(&output.writer, path, output.vocab, output.tokenizer, error, sizeof error))
         fail_internal("--out", "%s", error);
 }
 
@@ -341,8 +342,10 @@ static void place_tokenizer(void) {
     if (!file_remove_folder(output.waiting, error, sizeof error)) fail_internal("--out", "%s", error);
 }
 
-static void output_finish(void) {
-    if (!output.tokens) fail_user("command line", "found no text in the files, wanted some");
+static void output_finish(const struct arguments *a) {
+    if (!output.tokens)
+        fail_user(reader_is_standard_input(a->inputs[0]) ? "standard input" : a->inputs[0],
+                  "found no text%s, wanted some", a->input_count > 1 ? " in it and in the other files" : "");
     if (!output.train_shards)
         fail_user("--eval-tokens",
                   "found %" PRIu64 " tokens in all, wanted more than %" PRId64 " to have some to train on",
@@ -416,6 +419,7 @@ static void open_output(const struct arguments *a, const struct tokenizer *t) {
     bool overwrite = a->values[FLAG_OVERWRITE] != NULL;
     output.prefix = a->values[FLAG_OUT];
     output.vocab = tokenizer_vocab(t);
+    output.tokenizer = tokenizer_hash(t);
     output.shard_tokens = number_of(a, FLAG_SHARD_TOKENS, 100000000, 1);
     output.eval_tokens = number_of(a, FLAG_EVAL_TOKENS, 0, 0);
     const char *base = split_path(output.prefix, output.folder);
@@ -447,7 +451,7 @@ static void tokenize_text(const struct arguments *a) {
         reader_close(&r);
     }
     write_documents(&documents, t, end_of_text, &counts);
-    output_finish();
+    output_finish(a);
     documents_close(&documents);
     tokenizer_close(t);
     progress_end(&progress);
@@ -462,27 +466,64 @@ static struct choices_writer questions; // leaving the program before its end re
 
 static void abandon_questions(void) { choices_writer_abandon(&questions); }
 
+// What a member of an object is, for messages; NULL: it is not there.
+static const char *kind_of(const cJSON *item) {
+    if (!item) return "nothing";
+    if (cJSON_IsString(item)) return "a string";
+    if (cJSON_IsNumber(item)) return "a number";
+    if (cJSON_IsArray(item)) return "an array";
+    if (cJSON_IsObject(item)) return "an object";
+    return cJSON_IsNull(item) ? "null" : "true or false";
+}
+
+static const char *context_of(const char *place, const cJSON *question) {
+    const cJSON *context = cJSON_GetObjectItemCaseSensitive(question, "ctx");
+    if (!cJSON_IsString(context)) fail_user(place, "found %s as \"ctx\", wanted a string", kind_of(context));
+    return context->valuestring;
+}
+
+static const cJSON *endings_of(const char *place, const cJSON *question) {
+    const cJSON *endings = cJSON_GetObjectItemCaseSensitive(question, "endings"), *ending;
+    if (!cJSON_IsArray(endings))
+        fail_user(place, "found %s as \"endings\", wanted an array of %d to %d strings", kind_of(endings),
+                  CHOICES_LEAST, CHOICES_MOST);
+    int count = cJSON_GetArraySize(endings), number = 0;
+    if (count < CHOICES_LEAST || count > CHOICES_MOST)
+        fail_user(place, "found %d \"endings\", wanted %d to %d", count, CHOICES_LEAST, CHOICES_MOST);
+    cJSON_ArrayForEach(ending, endings) {
+        if (!cJSON_IsString(ending))
+            fail_user(place, "found %s as number %d of \"endings\", wanted strings", kind_of(ending), number);
+        number++;
+    }
+    return endings;
+}
+
+static int label_of(const char *place, const cJSON *question, int endings) {
+    const cJSON *label = cJSON_GetObjectItemCaseSensitive(question, "label");
+    uint64_t value;
+    if (cJSON_IsString(label))
+        fail_user(
+            place,
+            "found the string \"%.40s\" as \"label\", wanted a whole number from 0 to %d; write it without quotes",
+            label->valuestring, endings - 1);
+    if (!cJSON_IsNumber(label))
+        fail_user(place, "found %s as \"label\", wanted a whole number from 0 to %d", kind_of(label), endings - 1);
+    if (!file_json_integer(label, &value) || value >= (uint64_t)endings)
+        fail_user(place, "found %.10g as \"label\", wanted a whole number from 0 to %d: there are %d endings",
+                  label->valuedouble, endings - 1, endings);
+    return (int)value;
+}
+
 // Encodes one question and appends it. The space before an ending belongs to it, as in llm.c's files.
 static void append_question(const struct tokenizer *t, const char *place, const cJSON *object) {
-    const char *context = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(object, "ctx"));
-    const cJSON *endings = cJSON_GetObjectItemCaseSensitive(object, "endings"), *ending;
-    uint64_t label;
-    if (!context || !cJSON_IsArray(endings) ||
-        !file_json_integer(cJSON_GetObjectItemCaseSensitive(object, "label"), &label))
-        fail_user(place,
-                  "found an object that lacks one of them, wanted ctx (a string), endings (an array) and label (a "
-                  "whole number)");
-    int count = cJSON_GetArraySize(endings);
-    if (count < CHOICES_LEAST || count > CHOICES_MOST || label >= (uint64_t)count)
-        fail_user(place,
-                  "found %d endings and label %" PRIu64 ", wanted %d to %d endings and a label below their number",
-                  count, label, CHOICES_LEAST, CHOICES_MOST);
+    const char *context = context_of(place, object);
+    const cJSON *endings = endings_of(place, object), *ending;
+    int count = cJSON_GetArraySize(endings), label = label_of(place, object, count);
 
     struct token_list ids[CHOICES_MOST + 1] = {0}; // the context, then the endings
     tokenizer_encode(t, context, strlen(context), false, &ids[0]);
     int used = 1;
     cJSON_ArrayForEach(ending, endings) {
-        if (!cJSON_IsString(ending)) fail_user(place, "found an ending that is no string, wanted strings");
         char *text;
         if (asprintf(&text, " %s", ending->valuestring) < 0) fail_internal(place, "found no memory for an ending");
         tokenizer_encode(t, text, strlen(text), false, &ids[used++]);
@@ -491,7 +532,7 @@ static void append_question(const struct tokenizer *t, const char *place, const 
     struct choice_list lists[CHOICES_MOST + 1];
     for (int i = 0; i < used; i++) lists[i] = (struct choice_list){ids[i].ids, ids[i].count};
     char error[FILE_ERROR];
-    if (!choices_writer_append(&questions, (int)label, lists[0], lists + 1, count, error, sizeof error))
+    if (!choices_writer_append(&questions, label, lists[0], lists + 1, count, error, sizeof error))
         fail_user(place, "%s", error);
     for (int i = 0; i < used; i++) free(ids[i].ids);
 }
@@ -506,7 +547,8 @@ static void write_choices(const struct arguments *a) {
     if (access(path, F_OK) == 0 && !a->values[FLAG_OVERWRITE])
         fail_user("--out", "found %s, wanted no file there; name another, or replace it with --overwrite", path);
     make_folder(folder);
-    if (!choices_writer_begin(&questions, path, error, sizeof error)) fail_internal("--out", "%s", error);
+    if (!choices_writer_begin(&questions, path, tokenizer_hash(t), error, sizeof error))
+        fail_internal("--out", "%s", error);
     atexit(abandon_questions);
     for (cJSON *object; (object = reader_json_line(&r)); cJSON_Delete(object))
         append_question(t, reader_place(&r), object);
@@ -535,8 +577,12 @@ static void check_shard(const char *path) {
         for (size_t i = 0; i < n; i++)
             if (ids[i] > largest) largest = ids[i];
     }
-    printf("%s: %" PRIu64 " tokens of %d bytes, largest id %d, ", path, f.count, f.id_bytes, largest);
+    if (f.count)
+        printf("%s: %" PRIu64 " tokens of %d bytes, largest id %d, ", path, f.count, f.id_bytes, largest);
+    else
+        printf("%s: no tokens, ", path);
     if (f.vocab) printf("vocabulary %" PRIu32 ", ", f.vocab);
+    if (f.tokenizer) printf("tokenizer %016" PRIx64 ", ", f.tokenizer);
     puts(f.hash ? "hash as in the header" : "no hash in the header");
     token_file_close(&f);
 }
@@ -544,8 +590,10 @@ static void check_shard(const char *path) {
 static void check_choices(const char *path) {
     char error[FILE_ERROR];
     struct choices c;
-    if (!choices_open(&c, path, 0, error, sizeof error)) fail_user("--check", "%s", error);
-    printf("%s: %d multiple-choice examples, largest id %d\n", path, c.count, c.largest_id);
+    if (!choices_open(&c, path, NULL, 0, error, sizeof error)) fail_user("--check", "%s", error);
+    printf("%s: %d multiple-choice examples, largest id %d", path, c.count, c.largest_id);
+    if (c.tokenizer) printf(", tokenizer %016" PRIx64, c.tokenizer);
+    putchar('\n');
     choices_close(&c);
 }
 
@@ -563,6 +611,11 @@ static void decode_shard(const struct arguments *a) {
     struct tokenizer *t = open_tokenizer(a->values[FLAG_TOKENIZER]);
     struct token_file f;
     if (!token_file_open(&f, a->values[FLAG_DECODE], error, sizeof error)) fail_user("--decode", "%s", error);
+    if (f.tokenizer && f.tokenizer != tokenizer_hash(t))
+        fail_user("--decode",
+                  "%s: found ids of another tokenizer than %s, %016" PRIx64 ", wanted those of %016" PRIx64
+                  "; give --tokenizer the one that made the shard",
+                  f.path, a->values[FLAG_TOKENIZER], f.tokenizer, tokenizer_hash(t));
     uint64_t wanted = (uint64_t)number_of(a, FLAG_TOKENS, 256, 1), end = wanted < f.count ? wanted : f.count;
     for (uint64_t start = 0; start < end; start += CHUNK) {
         static int32_t ids[CHUNK];

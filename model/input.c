@@ -10,7 +10,8 @@ void input_open(struct input *in, struct options *o, const char *tokenizer, cons
     *in = (struct input){.tokenizer = vocabulary_open(o, tokenizer, folder)};
     in->data = data_open(o->data, o->eval_data, in->tokenizer, o->seed, length, lookahead);
     o->model.vocab = data_settle_vocab(in->data, o->model.vocab);
-    if (o->eval_choices[0] && !choices_open(&in->choices, o->eval_choices, o->model.vocab, error, sizeof error))
+    if (o->eval_choices[0] &&
+        !choices_open(&in->choices, o->eval_choices, in->tokenizer, o->model.vocab, error, sizeof error))
         fail_user("--eval-choices", "%s", error);
 }
 

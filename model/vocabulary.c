@@ -6,7 +6,6 @@
 
 #include "data/files.h"
 #include "data/source.h"
-#include "data/token_file.h"
 #include "kernels/fail.h"
 
 static bool has_tokenizer(const char *folder) {
@@ -15,15 +14,9 @@ static bool has_tokenizer(const char *folder) {
     return access(path, F_OK) == 0;
 }
 
-// Token shards: one, or a pattern of them.
-static bool is_shards(const char *data) {
-    if (strcmp(data, "stories") == 0) return false; // whatever file has this name
-    return token_file_is(data) || source_is_pattern(data);
-}
-
 // Text to make ids of. What is not there is neither text nor shards, and opening it will say so.
 static bool is_text(const char *data) {
-    return strcmp(data, "stories") == 0 || (access(data, F_OK) == 0 && !is_shards(data));
+    return strcmp(data, "stories") == 0 || (access(data, F_OK) == 0 && !source_is_shards(data));
 }
 
 // The first text that training or evaluation reads; NULL: none.
@@ -55,7 +48,7 @@ struct tokenizer *vocabulary_open(const struct options *o, const char *named, co
         if (!t) fail_user("--tokenizer", "%s", error);
         return t;
     }
-    bool shards = is_shards(o->data);
+    bool shards = source_is_shards(o->data);
     const char *text = find_text(o);
     if (folder[0] && has_tokenizer(folder)) return open_found(folder, o->generate || text);
     folder_of(beside, o->data);

@@ -27,6 +27,17 @@ static inline void write_shard(const char *name, int id_bytes, uint32_t vocab, u
     free(bytes);
 }
 
+// Says in the header of root/name which tokenizer made its ids.
+static inline void set_tokenizer(const char *name, uint64_t hash) {
+    unsigned char bytes[8];
+    FILE *file = fopen(at(name), "r+b");
+    store(bytes, hash, 8);
+    assert_non_null(file);
+    assert_int_equal(fseeko(file, 24, SEEK_SET), 0);
+    assert_int_equal(fwrite(bytes, 1, 8, file), 8);
+    assert_int_equal(fclose(file), 0);
+}
+
 // A hole with one id at its end; false where the file system has no large files or holes.
 static inline bool write_sparse_shard(const char *name, uint32_t count, uint16_t last) {
     unsigned char bytes[1024];

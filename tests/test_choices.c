@@ -2,6 +2,7 @@
 #include "tests/folder.h"
 
 #include "data/choices.h"
+#include "data/tokenizer.h"
 
 #include <signal.h>
 #include <sys/resource.h>
@@ -40,7 +41,7 @@ static void write_choices(const char *name, uint32_t examples, uint32_t longest,
 static void assert_choices_refused(const char *name, const char *reason) {
     struct choices c;
     error[0] = 0;
-    if (choices_open(&c, at(name), 0, error, sizeof error)) fail_msg("%s was read, wanted: %s", name, reason);
+    if (choices_open(&c, at(name), NULL, 0, error, sizeof error)) fail_msg("%s was read, wanted: %s", name, reason);
     assert_int_equal(strncmp(error, at(name), strlen(at(name))), 0); // the line begins with the path
     assert_contains(error, reason);
     assert_null(strchr(error, '\n'));
@@ -51,7 +52,7 @@ static void file_as_llmc_writes_it_is_read(void **state) {
     write_choices("two.bin", 2, 30, two, sizeof two);
     assert_true(choices_is(at("two.bin")));
     struct choices c;
-    expect(choices_open(&c, at("two.bin"), 0, error, sizeof error));
+    expect(choices_open(&c, at("two.bin"), NULL, 0, error, sizeof error));
     assert_int_equal(c.count, 2);
     assert_int_equal(c.largest_id, 65534);
     const struct choice_example *e = &c.examples[0];
@@ -73,7 +74,7 @@ static void write_two(struct choices_writer *w) {
     const int32_t context[] = {11, 12, 13}, first[] = {21, 22}, second[] = {31, 65534}, ids[] = {7, 1, 2, 3};
     struct choice_list of_first[] = {{first, 2}, {second, 2}};
     struct choice_list of_second[] = {{ids + 1, 1}, {ids + 2, 1}, {ids + 3, 1}};
-    expect(choices_writer_begin(w, at("out.bin"), error, sizeof error));
+    expect(choices_writer_begin(w, at("out.bin"), 0, error, sizeof error));
     expect(choices_writer_append(w, 1, (struct choice_list){context, 3}, of_first, 2, error, sizeof error));
     expect(choices_writer_append(w, 2, (struct choice_list){ids, 1}, of_second, 3, error, sizeof error));
 }
@@ -92,6 +93,38 @@ static void writer_gives_the_same_bytes(void **state) {
     assert_memory_equal(found, wanted, bytes);
     free(found);
     free(wanted);
+}
+
+static void tokenizer_in_the_header_must_be_the_run_s(void **state) {
+    (void)state;
+    struct tokenizer *t = tokenizer_open_bytes();
+    const int32_t one = 1;
+    const struct choice_list list = {&one, 1}, both[] = {list, list};
+    const uint64_t hashes[] = {tokenizer_hash(t), tokenizer_hash(t) ^ 1, tokenizer_hash(t) ^ 1ull << 63, 0};
+    for (int i = 0; i < 4; i++) {
+        struct choices_writer w;
+        struct choices c;
+        expect(choices_writer_begin(&w, at("out.bin"), hashes[i], error, sizeof error));
+        expect(choices_writer_append(&w, 0, list, both, 2, error, sizeof error));
+        expect(choices_writer_finish(&w, error, sizeof error));
+        expect(choices_open(&c, at("out.bin"), NULL, 0, error, sizeof error)); // nobody knows
+        assert_true(c.tokenizer == hashes[i]);
+        choices_close(&c);
+        bool foreign = i == 1 || i == 2;
+        assert_int_equal(choices_open(&c, at("out.bin"), t, 0, error, sizeof error), !foreign);
+        if (!foreign) {
+            choices_close(&c);
+            continue;
+        }
+        assert_int_equal(strncmp(error, at("out.bin"), strlen(at("out.bin"))), 0);
+        assert_contains(error, "found ids of another tokenizer");
+        assert_contains(error, "./tokenize --choices");
+    }
+    size_t bytes;
+    char *content = read_bytes(at("out.bin"), &bytes);
+    for (int i = 16; i < CHOICES_HEADER; i++) assert_int_equal(content[i], 0); // as llm.c writes it
+    free(content);
+    tokenizer_close(t);
 }
 
 // ---- the reader trusts nothing ----
@@ -124,7 +157,7 @@ static void header_that_disagrees_with_the_file_is_refused(void **state) {
     assert_contains(error, "at most 28");
     write_choices("f.bin", 2, UINT32_MAX, two, sizeof two);
     struct choices c;
-    expect(choices_open(&c, at("f.bin"), 0, error, sizeof error)); // a bound that is too high does no harm
+    expect(choices_open(&c, at("f.bin"), NULL, 0, error, sizeof error)); // a bound that is too high does no harm
     choices_close(&c);
 }
 
@@ -188,7 +221,7 @@ static void any_number_anywhere_does_no_harm(void **state) {
             numbers[place] = values[v];
             write_choices("n.bin", 2, 30, numbers, sizeof numbers);
             struct choices c;
-            if (!choices_open(&c, at("n.bin"), 0, error, sizeof error)) continue;
+            if (!choices_open(&c, at("n.bin"), NULL, 0, error, sizeof error)) continue;
             for (int i = 0; i < c.count; i++)
                 for (int k = 0; k < c.examples[i].completions; k++) {
                     struct choice_ids list = c.examples[i].completion[k];
@@ -205,11 +238,11 @@ static void ids_outside_the_vocabulary_are_refused(void **state) {
     (void)state;
     write_choices("two.bin", 2, 30, two, sizeof two);
     struct choices c;
-    assert_false(choices_open(&c, at("two.bin"), 65534, error, sizeof error));
+    assert_false(choices_open(&c, at("two.bin"), NULL, 65534, error, sizeof error));
     assert_contains(error, "example 0: found id 65534 in its completion, wanted less than 65534");
-    assert_false(choices_open(&c, at("two.bin"), 13, error, sizeof error));
+    assert_false(choices_open(&c, at("two.bin"), NULL, 13, error, sizeof error));
     assert_contains(error, "example 0: found id 13 in its context, wanted less than 13");
-    expect(choices_open(&c, at("two.bin"), 128256, error, sizeof error));
+    expect(choices_open(&c, at("two.bin"), NULL, 128256, error, sizeof error));
     choices_close(&c);
 }
 
@@ -227,7 +260,7 @@ static int32_t many[CHOICES_EXAMPLE_MAX / 2];
 static void assert_append_refused(int label, struct choice_list context, const struct choice_list *completions,
                                   int count, const char *reason) {
     struct choices_writer w;
-    expect(choices_writer_begin(&w, at("out.bin"), error, sizeof error));
+    expect(choices_writer_begin(&w, at("out.bin"), 0, error, sizeof error));
     assert_false(choices_writer_append(&w, label, context, completions, count, error, sizeof error));
     assert_contains(error, reason);
     assert_false(exists("out.bin.tmp") || exists("out.bin"));
@@ -264,11 +297,11 @@ static void longest_example_fits_and_one_id_more_is_refused(void **state) {
     assert_append_refused(0, (struct choice_list){many, SIZE_MAX}, both, 2, "found more than 65534 bytes");
     both[1].count = room - 2;
     struct choices_writer w;
-    expect(choices_writer_begin(&w, at("out.bin"), error, sizeof error));
+    expect(choices_writer_begin(&w, at("out.bin"), 0, error, sizeof error));
     expect(choices_writer_append(&w, 0, one, both, 2, error, sizeof error));
     expect(choices_writer_finish(&w, error, sizeof error));
     struct choices c;
-    expect(choices_open(&c, at("out.bin"), 0, error, sizeof error));
+    expect(choices_open(&c, at("out.bin"), NULL, 0, error, sizeof error));
     assert_int_equal(c.examples[0].completion[1].count, room - 2);
     choices_close(&c);
 }
@@ -278,13 +311,13 @@ static void most_examples_fit_and_one_more_is_refused(void **state) {
     struct choices_writer w;
     const int32_t id = 9;
     struct choice_list one = {&id, 1}, both[] = {one, one};
-    expect(choices_writer_begin(&w, at("out.bin"), error, sizeof error));
+    expect(choices_writer_begin(&w, at("out.bin"), 0, error, sizeof error));
     for (int i = 0; i < CHOICES_EXAMPLES; i++)
         expect(choices_writer_append(&w, i % 2, one, both, 2, error, sizeof error));
     struct choices_writer full = w;
     expect(choices_writer_finish(&w, error, sizeof error));
     struct choices c;
-    expect(choices_open(&c, at("out.bin"), 10, error, sizeof error));
+    expect(choices_open(&c, at("out.bin"), NULL, 10, error, sizeof error));
     assert_int_equal(c.count, CHOICES_EXAMPLES);
     assert_int_equal(c.examples[CHOICES_EXAMPLES - 1].label, 0);
     choices_close(&c);
@@ -301,11 +334,11 @@ static void abandoned_and_failed_writers_leave_nothing(void **state) {
     choices_writer_abandon(&w);
     assert_false(exists("out.bin.tmp") || exists("out.bin"));
 
-    expect(choices_writer_begin(&w, at("out.bin"), error, sizeof error));
+    expect(choices_writer_begin(&w, at("out.bin"), 0, error, sizeof error));
     assert_false(choices_writer_finish(&w, error, sizeof error)); // no example
     assert_false(exists("out.bin.tmp") || exists("out.bin"));
 
-    assert_false(choices_writer_begin(&w, at("missing/out.bin"), error, sizeof error));
+    assert_false(choices_writer_begin(&w, at("missing/out.bin"), 0, error, sizeof error));
     assert_contains(error, "missing/out.bin.tmp: cannot create");
 }
 
@@ -336,6 +369,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         TEST(file_as_llmc_writes_it_is_read),
         TEST(writer_gives_the_same_bytes),
+        TEST(tokenizer_in_the_header_must_be_the_run_s),
         TEST(file_cut_anywhere_is_refused),
         TEST(header_that_disagrees_with_the_file_is_refused),
         TEST(other_files_are_refused),

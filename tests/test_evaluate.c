@@ -99,7 +99,7 @@ static struct choices make_choices(struct choice_example *examples, int count, i
         e->context = some_ids(&next, 1 + i % 5);
         for (int k = 0; k < e->completions; k++) e->completion[k] = some_ids(&next, 1 + (i * 3 + k * 5) % 8);
     }
-    return (struct choices){"examples", count, vocab - 1, examples, NULL};
+    return (struct choices){"examples", count, vocab - 1, 0, examples, NULL};
 }
 
 // The cost of one completion, computed alone. Of the context only the last `kept` ids count.
@@ -299,7 +299,7 @@ static void trained_model_knows_the_answers(void **state) {
             examples[i].completion[k] = text_ids(&next, text);
         }
     }
-    struct choices choices = {"animals", 4, 255, examples, NULL};
+    struct choices choices = {"animals", 4, 255, 0, examples, NULL};
     struct choice_counts before = {0}, after = {0};
     evaluate_choices(&m, &choices, 4, 24, 0, 4, &before);
     assert_true(before.right_by_mean < 4);
@@ -442,7 +442,7 @@ static void bits_per_byte_count_the_bytes_of_long_tokens(void **state) {
     struct token_list ids = {0};
     for (int i = 0; i < 40; i++) tokenizer_encode(t, text, strlen(text), false, &ids);
     struct token_writer w;
-    bool written = token_writer_begin(&w, path, tokenizer_vocab(t), error, sizeof error) &&
+    bool written = token_writer_begin(&w, path, tokenizer_vocab(t), tokenizer_hash(t), error, sizeof error) &&
                    token_writer_append(&w, ids.ids, ids.count, error, sizeof error) &&
                    token_writer_finish(&w, error, sizeof error);
     if (!written) fail_msg("%s", error);

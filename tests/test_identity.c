@@ -66,6 +66,7 @@ static void identity_lists_files_and_windows(void **state) {
     assert_int_equal(cJSON_GetObjectItem(json, "tokens")->valueint, 400);
     assert_int_equal(cJSON_GetObjectItem(json, "windows")->valueint, 23); // of 24
     assert_int_equal(cJSON_GetObjectItem(json, "length")->valueint, T);
+    assert_true(cJSON_IsTrue(cJSON_GetObjectItem(json, "shards")));
     assert_null(cJSON_GetObjectItem(json, "tokenizer"));
     assert_null(cJSON_GetObjectItem(json, "vocab"));
     cJSON_Delete(json);
@@ -129,7 +130,7 @@ static void a_hash_in_the_header_is_trusted(void **state) {
     for (int32_t k = 0; k < 2; k++) {
         struct token_writer w;
         int32_t ids[100] = {k};
-        assert_true(token_writer_begin(&w, at(k ? "other" : "h.bin"), 257, error, sizeof error));
+        assert_true(token_writer_begin(&w, at(k ? "other" : "h.bin"), 257, 0, error, sizeof error));
         assert_true(token_writer_append(&w, ids, 100, error, sizeof error));
         assert_true(token_writer_finish(&w, error, sizeof error));
     }
@@ -138,6 +139,9 @@ static void a_hash_in_the_header_is_trusted(void **state) {
     assert_difference(before, identity_of(at("h.bin"), NULL, T), NULL);
     assert_difference(identity_of(at("h.bin"), NULL, T), identity_of(at("other"), NULL, T),
                       "file 1 of 1 (other): other content");
+    before = identity_of(at("h.bin"), NULL, T);
+    set_tokenizer("h.bin", 7); // the same ids of another tokenizer
+    assert_difference(before, identity_of(at("h.bin"), NULL, T), "file 1 of 1 (h.bin): other content");
 }
 
 // More than 256 MiB: blocks of it, the last bytes among them.
@@ -172,7 +176,7 @@ static void text_and_stories_have_identities(void **state) {
     assert_difference(before, identity_of("stories", NULL, T), "the built-in stories are others than those before");
 }
 
-static void the_tokenizer_of_text_and_stories_belongs_to_it(void **state) {
+static void the_tokenizer_belongs_to_the_data(void **state) {
     (void)state;
     char error[FILE_ERROR];
     struct tokenizer *a = tokenizer_open("tests/reference/tokenizer_gpt2.json", error, sizeof error);
@@ -188,14 +192,23 @@ static void the_tokenizer_of_text_and_stories_belongs_to_it(void **state) {
         assert_difference(encoded_identity(spec, spec, a, 8), encoded_identity(spec, spec, a, 8), NULL);
         assert_difference(encoded_identity(spec, spec, bytes, 8), encoded_identity(spec, spec, NULL, 8), NULL);
         assert_difference(encoded_identity(spec, spec, a, 8), encoded_identity(spec, spec, b, 8),
-                          "another tokenizer encoded the text before");
+                          "another tokenizer than before");
         assert_difference(encoded_identity(spec, spec, NULL, 8), encoded_identity(spec, spec, a, 8),
                           "text was bytes before and a tokenizer encodes it now");
         assert_difference(encoded_identity(spec, spec, a, 8), encoded_identity(spec, spec, bytes, 8),
                           "a tokenizer encoded the text before and it is bytes now");
     }
-    write_three(); // shards were encoded elsewhere
-    assert_difference(encoded_identity(at("?.bin"), NULL, a, T), encoded_identity(at("?.bin"), NULL, b, T), NULL);
+    write_three(); // of llm.c: the headers say nothing
+    const char *shards = at("?.bin");
+    const struct tokenizer *const all[] = {a, b, bytes, NULL};
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 4; k++)
+            assert_difference(encoded_identity(shards, NULL, all[i], T), encoded_identity(shards, NULL, all[k], T),
+                              i == k || !all[i] ? NULL
+                              : all[k]          ? "another tokenizer than before"
+                                                : "a tokenizer was known before and none is known now");
+    assert_difference(encoded_identity(shards, NULL, a, T), encoded_identity(at("text"), NULL, a, T),
+                      "3 files before, 1 now");
     tokenizer_close(a);
     tokenizer_close(b);
     tokenizer_close(bytes);
@@ -243,16 +256,11 @@ static void damaged_identities_are_other_data(void **state) {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, make_root, remove_root)
 int main(void) {
     const struct CMUnitTest tests[] = {
-        TEST(identity_lists_files_and_windows),
-        TEST(the_same_files_elsewhere_are_the_same_data),
-        TEST(other_shards_are_told_in_words),
-        TEST(another_cut_into_windows_is_told),
-        TEST(a_hash_in_the_header_is_trusted),
-        TEST(large_files_are_sampled),
-        TEST(text_and_stories_have_identities),
-        TEST(all_of_a_small_file_and_the_size_of_a_large_one_count),
-        TEST(the_tokenizer_of_text_and_stories_belongs_to_it),
-        TEST(damaged_identities_are_other_data),
+        TEST(identity_lists_files_and_windows),  TEST(the_same_files_elsewhere_are_the_same_data),
+        TEST(other_shards_are_told_in_words),    TEST(another_cut_into_windows_is_told),
+        TEST(a_hash_in_the_header_is_trusted),   TEST(large_files_are_sampled),
+        TEST(text_and_stories_have_identities),  TEST(all_of_a_small_file_and_the_size_of_a_large_one_count),
+        TEST(the_tokenizer_belongs_to_the_data), TEST(damaged_identities_are_other_data),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -78,6 +78,11 @@ static void files_that_are_no_data_are_refused(void **state) {
     assert_contains(err, "llm.c");
     assert_refused(SHORT, "--data", at("none-*.bin"), "--out", at("run"));
     assert_contains(err, "none-*.bin");
+    write_file("page.bin", "<!DOCTYPE html><html><body>No such file</body></html>\n", 54);
+    assert_refused(SHORT, "--data", at("page.bin"), "--out", at("run"));
+    assert_error(at("page.bin"));
+    assert_contains(err, "found an HTML or XML page");
+    assert_contains(err, "FILE.txt");
     assert_false(exists("run"));
 }
 
@@ -124,7 +129,8 @@ static void changed_data_is_noticed_whatever_its_name(void **state) {
     assert_refused("--resume", "--steps", "3", "--seq", "16", "--out", at("run")); // another length
     assert_error("--seq: ");
     assert_refused("--resume", "--steps", "3", "--eval-data", at("data_2.bin"), "--out", at("run")); // nothing held out
-    assert_error("--data: ");
+    assert_contains(err, "mok: warning: /tmp/");                                                     // it is trained on
+    assert_contains(err, "mok: error: --data: ");
 
     assert_runs("--resume", "--steps", "3", "--out", at("run")); // all as it was
     write_shard("data_3.bin", 2, 300, 100, 2, 0);
@@ -221,6 +227,23 @@ static void tokenizer_that_is_none_is_refused(void **state) {
     assert_contains(err, "mok: warning: tokenizer: ");
 }
 
+// The shards of llm.c do not say whose ids they hold. The run does, once it was told.
+static void shards_that_say_nothing_keep_the_tokenizer_they_were_given(void **state) {
+    (void)state;
+    write_shard("ids.bin", 2, 0, 900, 0, 0);
+    assert_runs(SHORT, "--steps", "2", "--data", at("ids.bin"), "--tokenizer", BPE, "--out", at("run"));
+    assert_refused("--resume", "--steps", "3", "--tokenizer", "bytes", "--out", at("run"));
+    assert_error("--data: another tokenizer than before");
+    assert_contains(err, "--override");
+    assert_runs("--resume", "--steps", "3", "--out", at("run"));
+    assert_runs("--resume", "--steps", "4", "--tokenizer", BPE, "--out", at("run"));
+    assert_runs("--resume", "--steps", "5", "--tokenizer", "bytes", "--override", "--out", at("run"));
+    assert_contains(out, "other training data than before: another tokenizer than before");
+    assert_runs(SHORT, "--steps", "2", "--data", at("ids.bin"), "--out", at("new"));
+    assert_runs("--resume", "--steps", "3", "--tokenizer", BPE, "--out", at("new"));
+    assert_refused("--resume", "--steps", "4", "--tokenizer", "bytes", "--out", at("new"));
+}
+
 // Bytes among the ids of some tokenizer train and evaluate without complaint, and mean nothing.
 static void text_beside_ids_of_an_unknown_tokenizer_is_refused(void **state) {
     (void)state;
@@ -248,7 +271,7 @@ static void text_beside_ids_of_an_unknown_tokenizer_is_refused(void **state) {
     assert_error("tokenizer: ");
 }
 
-// The header knows how many ids its tokenizer had: with more or fewer it was another one.
+// The header knows the tokenizer, or how many ids it had: with more or fewer it was another one.
 static void shards_of_another_tokenizer_are_noticed(void **state) {
     (void)state;
     make_tokens("prose", BPE, "README.md");
@@ -257,6 +280,10 @@ static void shards_of_another_tokenizer_are_noticed(void **state) {
     assert_refused(SHORT, "--steps", "2", "--data", at("prose_train_*.bin"), "--tokenizer", "bytes", "--out",
                    at("run"));
     assert_error(at("prose_train_000001.bin"));
+    assert_contains(err, "found ids of another tokenizer");
+    write_shard("wide.bin", 2, 1500, 900, 0, 0);
+    assert_refused(SHORT, "--steps", "2", "--data", at("wide.bin"), "--tokenizer", "bytes", "--out", at("run"));
+    assert_error(at("wide.bin"));
     assert_contains(err, "found a vocabulary of 1500 in the header, wanted at most the 257 ids of the tokenizer");
     assert_runs(SHORT, "--steps", "2", "--data", at("prose_train_*.bin"), "--out", at("run"));
     assert_string_equal(err, "");
@@ -265,6 +292,30 @@ static void shards_of_another_tokenizer_are_noticed(void **state) {
     assert_contains(err, "found a vocabulary of 257 in the header, wanted the 1500 ids of the tokenizer");
     assert_runs("--evaluate", "--from", at("run"), "--data", at("unknown.bin"), "--eval-sequences", "2");
     assert_string_equal(err, "");
+}
+
+// All ids of bytes are ids of the BPE tokenizer too: without a word they would train and mean nothing.
+static void shards_are_read_with_the_tokenizer_that_made_them(void **state) {
+    (void)state;
+    assert_int_equal(mkdir(at("a"), 0777) | mkdir(at("b"), 0777), 0);
+    make_tokens("a/prose", BPE, "README.md");
+    make_tokens("b/prose", "bytes", "README.md");
+    assert_runs(SHORT, "--steps", "2", "--data", at("b/prose_train_*.bin"), "--out", at("bytes"));
+    assert_runs(SHORT, "--steps", "2", "--data", at("a/prose_train_*.bin"), "--out", at("run"));
+    assert_runs("--evaluate", "--from", at("run"), "--data", at("a/prose_train_*.bin"), "--eval-sequences", "2");
+    assert_runs("--resume", "--steps", "3", "--out", at("run"));
+    // That of --from, of --tokenizer, and the one that has come to lie beside the shards.
+    assert_refused("--evaluate", "--from", at("run"), "--data", at("b/prose_train_*.bin"));
+    assert_error(at("b/prose_train_000001.bin"));
+    assert_contains(err, "found ids of another tokenizer");
+    assert_refused(SHORT, "--steps", "2", "--data", at("b/prose_train_*.bin"), "--tokenizer", BPE, "--out", at("no"));
+    assert_error(at("b/prose_train_000001.bin"));
+    make_tokens("b/other", BPE " --overwrite", "README.md");
+    assert_refused(SHORT, "--steps", "2", "--data", at("b/prose_train_*.bin"), "--out", at("no"));
+    assert_error(at("b/prose_train_000001.bin"));
+    assert_refused(SHORT, "--steps", "2", "--data", at("a/prose_train_*.bin"), "--eval-data",
+                   at("b/prose_train_000001.bin"), "--out", at("no"));
+    assert_false(exists("no"));
 }
 
 // ---- questions ----
@@ -297,6 +348,11 @@ static void questions_are_answered_with_any_batch(void **state) {
         snprintf(answers[i], sizeof answers[i], "%s", strrchr(strstr(out, "questions right") - 20, '|'));
         assert_string_equal(answers[i], answers[0]);
     }
+    // Ids of bytes are ids of the BPE tokenizer too.
+    assert_refused(SHORT, "--steps", "2", "--data", "README.md", "--tokenizer", BPE, "--eval-choices", at("q.bin"),
+                   "--out", at("other"));
+    assert_error("--eval-choices: ");
+    assert_contains(err, "q.bin: found ids of another tokenizer");
     shorten("q.bin", 2);
     assert_refused("--evaluate", "--from", at("run"), "--eval-choices", at("q.bin"));
     assert_error("--eval-choices: ");
@@ -314,8 +370,10 @@ int main(void) {
         TEST(text_with_a_tokenizer_is_what_its_shards_are),
         TEST(run_that_goes_on_has_its_own_tokenizer),
         TEST(tokenizer_that_is_none_is_refused),
+        TEST(shards_that_say_nothing_keep_the_tokenizer_they_were_given),
         TEST(text_beside_ids_of_an_unknown_tokenizer_is_refused),
         TEST(shards_of_another_tokenizer_are_noticed),
+        TEST(shards_are_read_with_the_tokenizer_that_made_them),
         TEST(questions_are_answered_with_any_batch),
     };
     return run_program_tests(tests);

@@ -405,6 +405,35 @@ static void matches_that_are_no_shards_are_refused_by_name(void **state) {
     assert_refused((struct call){.spec = at("m*.bin")}, WORDS(at("m0.bin"), "expected 1204 bytes", "found 1124"));
 }
 
+// One of them given as such was trained on as bytes, without a word (features row 6).
+static void files_named_like_shards_that_are_none_are_refused(void **state) {
+    (void)state;
+    static const struct {
+        const char *bytes, *what;
+        size_t length;
+    } files[] = {
+        {"<!DOCTYPE html>\n<html><title>404 Not Found</title></html>\n", "found an HTML or XML page", 57},
+        {"\x1f\x8b\x08\0\0\0\0\0\0\x03", "found a gzip file (it begins with 0x00088b1f = 559903)", 10},
+        {"Once upon a time there was a long text.\n", "found a text file", 40},
+        {"\1\2\3\4\5\6\7\0", "found a file of an unknown kind (it begins with 0x04030201 = 67305985)", 8},
+        {"ab", "found a text file (too short for a magic number)", 2},
+    };
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        write_file("x.bin", files[i].bytes, files[i].length);
+        assert_true(source_is_shards(at("x.bin")));
+        const char *const words[] = {at("x.bin"),      files[i].what, "wanted a token shard: 0x0134d888 = 20240520",
+                                     "./tokenize, or", "FILE.txt",    NULL};
+        assert_refused((struct call){.spec = at("x.bin")}, words);
+        assert_refused((struct call){.spec = "stories", .eval_spec = at("x.bin")}, words);
+    }
+    write_file("x.bin", TALE, sizeof TALE - 1);
+    assert_int_equal(rename(at("x.bin"), at("x.bin.txt")), 0); // as the message says
+    assert_false(source_is_shards(at("x.bin.txt")));
+    data_close(data_open(at("x.bin.txt"), NULL, NULL, 5, T, 1));
+    assert_true(source_is_shards(at("*.txt")));
+    assert_false(source_is_shards("stories") || source_is_shards("bin") || source_is_shards(at("missing")));
+}
+
 static void shards_of_two_tokenizers_are_refused(void **state) {
     (void)state;
     write_shard("a2.bin", 2, 0, 90, 0, 1);
@@ -415,8 +444,35 @@ static void shards_of_two_tokenizers_are_refused(void **state) {
     assert_refused((struct call){.spec = at("[ac]*.bin")},
                    WORDS(at("c2.bin"), "vocabulary of 1000", "wanted 0 as in", at("a2.bin")));
     assert_refused((struct call){.spec = at("a2.bin"), .eval_spec = at("b4.bin")},
-                   WORDS(at("b4.bin"), at("a2.bin"), "--eval-data of the tokenizer of --data"));
+                   WORDS(at("b4.bin"), at("a2.bin"), "give shards of one tokenizer"));
     assert_refused((struct call){.spec = at("a2.bin"), .eval_spec = at("c2.bin")}, WORDS(at("c2.bin"), at("a2.bin")));
+    // Two vocabularies of one size.
+    write_shard("c3.bin", 2, 1000, 90, 0, 1);
+    set_tokenizer("c2.bin", 0x22);
+    set_tokenizer("c3.bin", 0x33);
+    assert_refused((struct call){.spec = at("c*.bin")},
+                   WORDS(at("c3.bin"), "found ids of the tokenizer 0000000000000033, wanted those of 0000000000000022",
+                         at("c2.bin")));
+    assert_refused((struct call){.spec = at("c2.bin"), .eval_spec = at("c3.bin")}, WORDS(at("c3.bin"), at("c2.bin")));
+}
+
+static void shards_of_another_tokenizer_than_the_run_s_are_refused(void **state) {
+    (void)state;
+    struct tokenizer *t = open_tokenizer(TOKENIZER);
+    uint32_t vocab = (uint32_t)tokenizer_vocab(t);
+    write_shard("a1.bin", 2, vocab, 90, 0, 1);
+    write_shard("a2.bin", 2, vocab, 90, 0, 1);
+    set_tokenizer("a1.bin", tokenizer_hash(t));
+    set_tokenizer("a2.bin", tokenizer_hash(t));
+    data_close(data_open(at("a*.bin"), at("a1.bin"), t, 5, T, 1));
+    set_tokenizer("a1.bin", tokenizer_hash(t) ^ 1ull << 63);
+    set_tokenizer("a2.bin", tokenizer_hash(t) ^ 1ull << 63);
+    data_close(data_open(at("a*.bin"), NULL, NULL, 5, T, 1)); // the run does not know
+    assert_refused((struct call){.spec = at("a*.bin"), .tokenizer = t},
+                   WORDS(at("a1.bin"), "found ids of another tokenizer", "the run's tokenizer", "give --tokenizer"));
+    assert_refused((struct call){.spec = "stories", .eval_spec = at("a2.bin"), .tokenizer = t},
+                   WORDS(at("a2.bin"), "found ids of another tokenizer"));
+    tokenizer_close(t);
 }
 
 // Ids above the vocabulary end in the middle of a step elsewhere (features row 7).
@@ -432,7 +488,7 @@ static void ids_above_the_vocabulary_name_file_and_position(void **state) {
     assert_refused((struct call){.spec = at("v*.bin"), .eval_spec = "stories", .vocab = 300},
                    WORDS(at("v2.bin"), "found id 300 at position 24, wanted less than the vocabulary of 300"));
     write_shard("h.bin", 2, 80, 81, 0, 1); // above the header's own: the shard is damaged, whatever --vocab is
-    assert_refused((struct call){.spec = at("h.bin"), .eval_spec = at("h.bin"), .vocab = 500},
+    assert_refused((struct call){.spec = at("h.bin"), .eval_spec = "stories", .vocab = 500},
                    WORDS(at("h.bin"), "found id 80 at position 80, wanted less than the vocabulary of 80"));
 }
 
@@ -476,6 +532,40 @@ static void text_that_the_tokenizer_cannot_take_is_refused(void **state) {
     tokenizer_close(t);
 }
 
+static void assert_warned(const char *spec, const char *eval_spec, const char *path) {
+    struct call call = {.spec = spec, .eval_spec = eval_spec};
+    char text[8192], wanted[512] = "";
+    if (path)
+        snprintf(wanted, sizeof wanted,
+                 "mok: warning: %s: found in --data and in --eval-data, wanted in one of them: what is evaluated is "
+                 "trained on\n",
+                 path);
+    int code = run_child(read_all, &call, text, sizeof text);
+    if (code != 0) fail_msg("exit code %d, wanted 0: %s", code, text);
+    assert_string_equal(text, wanted);
+}
+
+// A pattern that matches the evaluation shard too, and other names of one file.
+static void what_is_trained_on_and_evaluated_is_noticed(void **state) {
+    (void)state;
+    write_shard("s_train_1.bin", 2, 0, 90, 0, 1);
+    write_shard("s_train_2.bin", 2, 0, 90, 0, 1);
+    write_shard("s_val_0.bin", 2, 0, 90, 0, 1); // the same ids, but its own
+    assert_warned(at("s_train_*.bin"), at("s_val_0.bin"), NULL);
+    assert_warned(at("s_train_*.bin"), NULL, NULL);
+    assert_warned(at("s_*.bin"), at("s_val_0.bin"), at("s_val_0.bin"));
+    assert_warned(at("s_train_2.bin"), at("s_*.bin"), at("s_train_2.bin"));
+    assert_int_equal(symlink("s_train_1.bin", at("soft.bin")) | link(at("s_train_1.bin"), at("hard.bin")), 0);
+    assert_warned(at("s_train_*.bin"), at("soft.bin"), at("soft.bin"));
+    assert_warned(at("s_train_*.bin"), at("hard.bin"), at("hard.bin"));
+    write_file("text", TALE, sizeof TALE - 1);
+    write_file("copy", TALE, sizeof TALE - 1);
+    assert_warned(at("text"), at("text"), at("text"));
+    assert_warned(at("text"), at("copy"), NULL);
+    assert_warned("stories", "stories", NULL); // evaluated are others
+    assert_warned("stories", at("text"), NULL);
+}
+
 static void a_failed_read_is_returned(void **state) {
     (void)state;
     write_stream();
@@ -509,11 +599,14 @@ int main(void) {
         TEST(the_vocabulary_is_that_of_the_header_or_a_common_one),
         TEST(patterns_without_a_match_are_refused),
         TEST(matches_that_are_no_shards_are_refused_by_name),
+        TEST(files_named_like_shards_that_are_none_are_refused),
         TEST(shards_of_two_tokenizers_are_refused),
+        TEST(shards_of_another_tokenizer_than_the_run_s_are_refused),
         TEST(ids_above_the_vocabulary_name_file_and_position),
         TEST(a_vocabulary_below_that_of_the_data_is_refused),
         TEST(a_file_that_changes_during_the_run_is_noticed),
         TEST(text_that_the_tokenizer_cannot_take_is_refused),
+        TEST(what_is_trained_on_and_evaluated_is_noticed),
         TEST(a_failed_read_is_returned),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -50,7 +50,7 @@ static void files_of_llmc_are_read(void **state) {
         assert_int_equal(f.count, COUNT);
         assert_int_equal(f.id_bytes, id_bytes);
         assert_int_equal(f.vocab, 0);
-        assert_true(f.hash == 0);
+        assert_true(f.hash == 0 && f.tokenizer == 0);
         assert_string_equal(f.path, at("shard.bin"));
         static const size_t cuts[][2] = {{0, COUNT}, {0, 1}, {COUNT - 1, 1}, {4095, 2}, {17, 8800}, {COUNT, 0}};
         for (size_t k = 0; k < sizeof cuts / sizeof *cuts; k++) {
@@ -189,6 +189,18 @@ static void paths_that_are_no_files_are_refused(void **state) {
     for (int i = 0; i < 4; i++) assert_false(token_file_is(at(names[i])));
 }
 
+// Linux's own settings say that they are a page long.
+static void a_file_shorter_than_its_size_is_refused(void **state) {
+    (void)state;
+    static const char path[] = "/sys/devices/system/cpu/online";
+    struct stat info;
+    if (stat(path, &info) != 0 || info.st_size < TOKEN_FILE_HEADER) skip();
+    struct token_file f;
+    assert_false(token_file_open(&f, path, error, sizeof error));
+    assert_contains(error, "/sys/devices/system/cpu/online: found ");
+    assert_contains(error, " of its size");
+}
+
 static void wrong_headers_are_refused(void **state) {
     (void)state;
     write_header("x.bin", 20240520, 7, 0);
@@ -247,9 +259,11 @@ static void fill(int32_t *ids, size_t n, int vocab) {
     ids[n / 2] = vocab - 1;
 }
 
+static const uint64_t tokenizer_hash = 0xfedcba9876543210;
+
 static void write_ids(const char *name, int vocab, const int32_t *ids, size_t n, size_t step) {
     struct token_writer w;
-    bool written = token_writer_begin(&w, at(name), vocab, error, sizeof error);
+    bool written = token_writer_begin(&w, at(name), vocab, tokenizer_hash, error, sizeof error);
     for (size_t i = 0; written && i < n; i += step)
         written = token_writer_append(&w, ids + i, n - i < step ? n - i : step, error, sizeof error);
     if (!written || !token_writer_finish(&w, error, sizeof error)) fail_msg("%s", error);
@@ -270,6 +284,7 @@ static void what_is_written_is_read(void **state) {
         assert_int_equal(f.vocab, vocabs[k]);
         assert_int_equal(f.count, N);
         assert_true(f.hash != 0);
+        assert_true(f.tokenizer == tokenizer_hash);
         assert_true(token_file_check(&f, error, sizeof error));
         assert_true(token_file_read(&f, 0, N, 0, back, error, sizeof error));
         assert_memory_equal(back, ids, sizeof ids);
@@ -277,7 +292,7 @@ static void what_is_written_is_read(void **state) {
     }
 }
 
-// The same header and ids as llm.c's, but for the three ints it leaves 0.
+// The same header and ids as llm.c's, but for the five ints it leaves 0.
 static void written_bytes_are_those_of_llmc(void **state) {
     (void)state;
     for (int id_bytes = 2; id_bytes <= 4; id_bytes += 2) {
@@ -287,11 +302,43 @@ static void written_bytes_are_those_of_llmc(void **state) {
         write_ids("ours.bin", id_bytes == 2 ? 50257 : 128256, ids, 100, 1);
         size_t theirs_bytes, ours_bytes;
         char *theirs = read_bytes(at("theirs.bin"), &theirs_bytes), *ours = read_bytes(at("ours.bin"), &ours_bytes);
-        memset(ours + 12, 0, 12);
+        assert_memory_equal(ours + 24, "\x10\x32\x54\x76\x98\xba\xdc\xfe", 8); // the tokenizer, low half first
+        memset(ours + 12, 0, 20);
         assert_int_equal(ours_bytes, theirs_bytes);
         assert_memory_equal(ours, theirs, ours_bytes);
         free(theirs);
         free(ours);
+    }
+}
+
+static void shards_are_like_those_of_the_same_tokenizer(void **state) {
+    (void)state;
+    static const struct {
+        int id_bytes;
+        uint32_t vocab;
+        uint64_t tokenizer;
+        const char *words; // NULL: alike
+    } others[] = {{2, 300, 7, NULL},
+                  {4, 300, 7, "found ids of 32 bits, wanted 16 as in"},
+                  {2, 0, 7, "found a vocabulary of 0 in the header, wanted 300 as in"},
+                  {2, 300, 7ull << 32, "found ids of the tokenizer 0000000700000000, wanted those of 0000000000000007"},
+                  {2, 300, 0, "found ids of the tokenizer 0000000000000000, wanted"}};
+    write_shard("first.bin", 2, 300, 10, 0, 1);
+    set_tokenizer("first.bin", 7);
+    for (size_t k = 0; k < sizeof others / sizeof *others; k++) {
+        struct token_file first, other;
+        write_shard("other.bin", others[k].id_bytes, others[k].vocab, 20, 5, 1);
+        set_tokenizer("other.bin", others[k].tokenizer);
+        open_file(&first, "first.bin");
+        open_file(&other, "other.bin");
+        assert_int_equal(token_file_is_like(&other, &first, error, sizeof error), !others[k].words);
+        if (others[k].words) {
+            assert_int_equal(strncmp(error, other.path, strlen(other.path)), 0);
+            assert_contains(error, others[k].words);
+            assert_contains(error, first.path);
+        }
+        token_file_close(&first);
+        token_file_close(&other);
     }
 }
 
@@ -314,7 +361,7 @@ static void one_changed_byte_is_noticed(void **state) {
 static void more_ids_than_the_header_counts_are_refused(void **state) {
     (void)state;
     struct token_writer w;
-    assert_true(token_writer_begin(&w, at("shard.bin"), 257, error, sizeof error));
+    assert_true(token_writer_begin(&w, at("shard.bin"), 257, 0, error, sizeof error));
     w.count = INT32_MAX - 2;
     int32_t ids[3] = {1, 2, 3};
     assert_true(token_writer_append(&w, ids, 2, error, sizeof error));
@@ -322,7 +369,7 @@ static void more_ids_than_the_header_counts_are_refused(void **state) {
     assert_contains(error, "found 2147483647 ids and 1 more, wanted at most 2147483647");
     assert_null(w.file);
     assert_false(exists("shard.bin") || exists("shard.bin.tmp"));
-    assert_true(token_writer_begin(&w, at("shard.bin"), 257, error, sizeof error));
+    assert_true(token_writer_begin(&w, at("shard.bin"), 257, 0, error, sizeof error));
     assert_false(token_writer_append(&w, ids, (size_t)1 << 33, error, sizeof error)); // refused before any is read
 }
 
@@ -331,7 +378,7 @@ static void ids_outside_the_vocabulary_are_not_written(void **state) {
     static const int32_t wrong[] = {257, -1, 65536 + 1, INT32_MIN};
     for (size_t k = 0; k < sizeof wrong / sizeof *wrong; k++) {
         struct token_writer w;
-        assert_true(token_writer_begin(&w, at("shard.bin"), 257, error, sizeof error));
+        assert_true(token_writer_begin(&w, at("shard.bin"), 257, 0, error, sizeof error));
         int32_t ids[] = {1, 256, wrong[k]};
         assert_true(token_writer_append(&w, ids, 2, error, sizeof error));
         assert_false(token_writer_append(&w, ids, 3, error, sizeof error));
@@ -342,7 +389,7 @@ static void ids_outside_the_vocabulary_are_not_written(void **state) {
         token_writer_abandon(&w); // harmless
     }
     struct token_writer w;
-    assert_false(token_writer_begin(&w, at("shard.bin"), 0, error, sizeof error));
+    assert_false(token_writer_begin(&w, at("shard.bin"), 0, 0, error, sizeof error));
     assert_contains(error, "found a vocabulary of 0");
 }
 
@@ -351,7 +398,7 @@ static void abandoned_and_unwritable_files_leave_nothing(void **state) {
     struct token_writer w;
     int32_t id = 1;
     write_ids("old.bin", 257, &id, 1, 1);
-    assert_true(token_writer_begin(&w, at("old.bin"), 300, error, sizeof error));
+    assert_true(token_writer_begin(&w, at("old.bin"), 300, 0, error, sizeof error));
     assert_true(token_writer_append(&w, &id, 1, error, sizeof error));
     assert_true(exists("old.bin.tmp"));
     token_writer_abandon(&w);
@@ -360,10 +407,10 @@ static void abandoned_and_unwritable_files_leave_nothing(void **state) {
     open_file(&f, "old.bin"); // the old one is as it was
     assert_int_equal(f.vocab, 257);
     token_file_close(&f);
-    assert_false(token_writer_begin(&w, at("missing/new.bin"), 257, error, sizeof error));
+    assert_false(token_writer_begin(&w, at("missing/new.bin"), 257, 0, error, sizeof error));
     assert_contains(error, "missing/new.bin.tmp: cannot create: No such file");
     assert_int_equal(mkdir(at("taken.bin"), 0700), 0);
-    assert_true(token_writer_begin(&w, at("taken.bin"), 257, error, sizeof error));
+    assert_true(token_writer_begin(&w, at("taken.bin"), 257, 0, error, sizeof error));
     assert_false(token_writer_finish(&w, error, sizeof error));
     assert_contains(error, "taken.bin.tmp: cannot be renamed");
     assert_false(exists("taken.bin.tmp"));
@@ -381,7 +428,7 @@ static void a_full_disk_leaves_nothing_under_the_name(void **state) {
         struct token_writer w;
         limit = (struct rlimit){bytes, before.rlim_max};
         assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
-        bool written = token_writer_begin(&w, at("shard.bin"), 257, error, sizeof error) &&
+        bool written = token_writer_begin(&w, at("shard.bin"), 257, 0, error, sizeof error) &&
                        token_writer_append(&w, ids, N, error, sizeof error) &&
                        token_writer_finish(&w, error, sizeof error);
         assert_int_equal(setrlimit(RLIMIT_FSIZE, &before), 0);
@@ -403,11 +450,13 @@ int main(void) {
         TEST(shards_without_ids_are_whole),
         TEST(other_files_are_named),
         TEST(paths_that_are_no_files_are_refused),
+        TEST(a_file_shorter_than_its_size_is_refused),
         TEST(wrong_headers_are_refused),
         TEST(ids_above_the_vocabulary_are_refused),
         TEST(files_that_change_while_open_are_noticed),
         TEST(what_is_written_is_read),
         TEST(written_bytes_are_those_of_llmc),
+        TEST(shards_are_like_those_of_the_same_tokenizer),
         TEST(one_changed_byte_is_noticed),
         TEST(more_ids_than_the_header_counts_are_refused),
         TEST(ids_outside_the_vocabulary_are_not_written),

@@ -77,11 +77,11 @@ static void a_file_is_one_document(void **state) {
 
 static void lines_and_json_lines_are_documents(void **state) {
     (void)state;
-    write_text("a.txt", "one\n\ntwo\r\n three"); // empty lines are none, and nothing else is taken away
+    write_text("a.txt", "one\n\ntwo \n three"); // empty lines are none, and nothing else is taken away
     assert_runs(BYTES, "--documents", "lines", "--out", at("l"), at("a.txt"));
     assert_shard("l_train_000001.bin", "\xff"
                                        "one\xff"
-                                       "two\r\xff three");
+                                       "two \xff three");
     write_text("a.jsonl",
                "{\"text\": \"a\\nb\", \"id\": 1}\n \t\r\n{\"id\": {\"text\": 0}, \"text\": \"\\u00e9\\\\u0000\"}\n"
                "{\"text\": \"\"}\n{\"text\":\"z\"}");
@@ -90,6 +90,25 @@ static void lines_and_json_lines_are_documents(void **state) {
                                        "a\nb\xff\xc3\xa9\\u0000\xff"
                                        "z");
     assert_contains(out, "3 documents, 12 bytes, 15 tokens");
+}
+
+// Of Windows: what its editors put around the text of a line is none.
+static void line_ends_and_byte_order_marks_are_no_text(void **state) {
+    (void)state;
+    write_text("a.txt", "\xef\xbb\xbfone\r\n\r\n\xef\xbb\xbftwo\r\r\nth\rree\r"); // one \r belongs to a \n
+    write_text("b.txt", "\xef\xbb\xbf\r\nfour\r\n");
+    assert_runs(BYTES, "--documents", "lines", "--out", at("l"), at("a.txt"), at("b.txt"));
+    assert_shard("l_train_000001.bin", "\xff"
+                                       "one\xff\xef\xbb\xbftwo\r\xffth\rree\r\xff"
+                                       "four");
+    write_text("a.jsonl", "\xef\xbb\xbf{\"text\": \"a\"}\r\n\r\n{\"text\": \"b\"}\r\n");
+    assert_runs(BYTES, "--documents", "jsonl", "--out", at("j"), at("a.jsonl"));
+    assert_shard("j_train_000001.bin", "\xff"
+                                       "a\xff"
+                                       "b");
+    write_text("c.txt", "\xef\xbb\xbf");
+    assert_refused(BYTES, "--documents", "lines", "--out", at("c"), at("c.txt"));
+    assert_contains(err, "found no text");
 }
 
 static void inputs_follow_one_another(void **state) {
@@ -129,6 +148,36 @@ static void end_of_text_can_be_named(void **state) {
                                        "x");
     assert_refused(BYTES, "--end-of-text", "<eos>", "--out", at("u"), at("a.txt"));
     assert_error("--end-of-text: found '<eos>'");
+}
+
+// Else ./train would refuse the shards beside the very tokenizer that lies there.
+static void the_tokenizer_beside_the_shards_is_the_one_in_their_headers(void **state) {
+    (void)state;
+    static const char *const tokenizers[] = {"bytes", "tests/reference/tokenizer_gpt2.json", "config", "bare"};
+    char command[512];
+    assert_int_equal(mkdir(at("config"), 0777) | mkdir(at("bare"), 0777), 0);
+    snprintf(command, sizeof command, "cp tests/reference/tokenizer_llama3.json %s && cp %s %s",
+             at("config/tokenizer.json"), at("config/tokenizer.json"), at("bare/tokenizer.json"));
+    assert_int_equal(system(command), 0);
+    write_text("config/tokenizer_config.json", "{\"eos_token\": \"<|begin_of_text|>\"}");
+    write_text("a.txt", "Ein Satz\n");
+    for (int i = 0; i < 8; i++) {
+        const char *tokenizer = i / 2 < 2 ? tokenizers[i / 2] : at(tokenizers[i / 2]);
+        const char *end = i % 2 == 0  ? NULL
+                          : i / 2 < 2 ? "--end-of-text=<|endoftext|>"
+                                      : "--end-of-text=<|end_of_text|>";
+        assert_runs("--tokenizer", tokenizer, "--overwrite", "--out", at("new/t"), at("a.txt"), end);
+        struct token_file f;
+        expect(token_file_open(&f, at("new/t_train_000001.bin"), error, sizeof error));
+        struct tokenizer *t = tokenizer_open(at("new"), error, sizeof error);
+        expect(t != NULL);
+        assert_true(f.tokenizer && f.tokenizer == tokenizer_hash(t));
+        tokenizer_close(t);
+        token_file_close(&f);
+        assert_runs("--tokenizer", at("new"), "--decode", at("new/t_train_000001.bin"));
+        assert_contains(out, "Ein Satz");
+        assert_int_equal(remove(at("new/tokenizer_config.json")), 0); // not the next one's
+    }
 }
 
 // ---- what is there already ----
@@ -242,7 +291,13 @@ static void files_that_are_no_text_are_refused(void **state) {
     assert_contains(err, "/missing: cannot be opened (No such file or directory)");
     write_text("empty", "");
     assert_refused(BYTES, "--out", at("t"), at("empty"));
-    assert_error("command line: found no text in the files");
+    assert_error(at("empty"));
+    assert_contains(err, "/empty: found no text, wanted some\n");
+    assert_refused(BYTES, "--out", at("t"), at("empty"), at("empty"));
+    assert_contains(err, "/empty: found no text in it and in the other files, wanted some\n");
+    feed("empty");
+    assert_refused(BYTES, "--out", at("t"), "-");
+    assert_error("standard input: found no text, wanted some");
     write_text("a.txt", "abc");
     assert_refused(BYTES, "--out", at("t"), "--eval-tokens", "4", at("a.txt"));
     assert_error("--eval-tokens: found 4 tokens in all, wanted more than 4");
@@ -451,8 +506,9 @@ static void questions_become_choices(void **state) {
     struct tokenizer *t = tokenizer_open(references[0], error, sizeof error);
     expect(t != NULL);
     struct choices c;
-    expect(choices_open(&c, at("q.bin"), tokenizer_vocab(t), error, sizeof error));
+    expect(choices_open(&c, at("q.bin"), t, tokenizer_vocab(t), error, sizeof error));
     assert_int_equal(c.count, 2);
+    assert_true(c.tokenizer == tokenizer_hash(t));
     assert_int_equal(c.examples[0].label, 0);
     assert_int_equal(c.examples[0].completions, 2);
     assert_list(t, c.examples[0].context, "The cat");
@@ -486,16 +542,39 @@ static void assert_question_refused(const char *line, const char *reason) {
 
 static void bad_questions_are_refused_by_number(void **state) {
     (void)state;
-    assert_question_refused("{\"endings\": [\"b\", \"c\"], \"label\": 1}", "lacks one of them, wanted ctx");
-    assert_question_refused("{\"ctx\": \"a\", \"label\": 1}", "endings (an array)");
-    assert_question_refused("{\"ctx\": \"a\", \"endings\": \"b\", \"label\": 1}", "endings (an array)");
-    assert_question_refused("{\"ctx\": \"a\", \"endings\": [\"b\", \"c\"]}", "label (a whole number)");
-    assert_question_refused("{\"ctx\": \"a\", \"endings\": [\"b\", \"c\"], \"label\": -1}", "label (a whole number)");
-    assert_question_refused("{\"ctx\": \"a\", \"endings\": [\"b\", \"c\"], \"label\": 0.5}", "label (a whole number)");
-    assert_question_refused("{\"ctx\": \"a\", \"endings\": [\"b\", \"c\"], \"label\": 2}",
-                            "found 2 endings and label 2");
-    assert_question_refused("{\"ctx\": \"a\", \"endings\": [\"b\"], \"label\": 0}", "found 1 endings");
-    assert_question_refused("{\"ctx\": \"a\", \"endings\": [\"b\", 3], \"label\": 0}", "an ending that is no string");
+    static const struct {
+        const char *ctx, *endings, *label, *reason; // JSON; NULL: left out
+    } bad[] = {
+        {NULL, "[\"b\", \"c\"]", "1", "found nothing as \"ctx\", wanted a string"},
+        {"7", "[\"b\", \"c\"]", "1", "found a number as \"ctx\", wanted a string"},
+        {"null", "[\"b\", \"c\"]", "1", "found null as \"ctx\", wanted a string"},
+        {"\"a\"", NULL, "1", "found nothing as \"endings\", wanted an array of 2 to 16 strings"},
+        {"\"a\"", "\"b\"", "1", "found a string as \"endings\", wanted an array"},
+        {"\"a\"", "{\"0\": \"b\"}", "1", "found an object as \"endings\", wanted an array"},
+        {"\"a\"", "[\"b\"]", "0", "found 1 \"endings\", wanted 2 to 16"},
+        {"\"a\"", "[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17]", "0", "found 17 \"endings\", wanted 2 to 16"},
+        {"\"a\"", "[\"b\", 3]", "0", "found a number as number 1 of \"endings\", wanted strings"},
+        {"\"a\"", "[true, \"b\"]", "0", "found true or false as number 0 of \"endings\", wanted strings"},
+        {"\"a\"", "[\"b\", \"c\"]", NULL, "found nothing as \"label\", wanted a whole number from 0 to 1"},
+        {"\"a\"", "[\"b\", \"c\"]", "\"1\"",
+         "found the string \"1\" as \"label\", wanted a whole number from 0 to 1; "},
+        {"\"a\"", "[\"b\", \"c\"]", "[1]", "found an array as \"label\", wanted a whole number from 0 to 1"},
+        {"\"a\"", "[\"b\", \"c\"]", "-1", "found -1 as \"label\", wanted a whole number from 0 to 1"},
+        {"\"a\"", "[\"b\", \"c\"]", "0.5", "found 0.5 as \"label\", wanted a whole number from 0 to 1"},
+        {"\"a\"", "[\"b\", \"c\"]", "2", "found 2 as \"label\", wanted a whole number from 0 to 1"},
+        {"\"a\"", "[\"b\", \"c\"]", "1e300", "found 1e+300 as \"label\", wanted a whole number from 0 to 1"},
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        char line[256];
+        int used = snprintf(line, sizeof line, "{\"id\": 1");
+        const char *const names[] = {"ctx", "endings", "label"};
+        const char *const values[] = {bad[i].ctx, bad[i].endings, bad[i].label};
+        for (int k = 0; k < 3; k++)
+            if (values[k])
+                used += snprintf(line + used, sizeof line - (size_t)used, ", \"%s\": %s", names[k], values[k]);
+        snprintf(line + used, sizeof line - (size_t)used, "}");
+        assert_question_refused(line, bad[i].reason);
+    }
     assert_question_refused("{\"ctx\": \"\", \"endings\": [\"b\", \"c\"], \"label\": 0}", "found an empty context");
     assert_question_refused("nonsense", "found no JSON");
     char *longest = malloc(40100);
@@ -545,16 +624,16 @@ static void check_tells_of_good_files_and_stops_at_a_bad_one(void **state) {
     assert_runs(BYTES, "--out", at("t"), "--shard-tokens", "3", at("a.txt"));
     assert_runs(BYTES, "--out", at("q.bin"), "--choices", at("q.jsonl"));
     assert_runs("--check", at("t_train_000001.bin"), at("q.bin"), at("t_train_000002.bin"));
-    assert_contains(out,
-                    "t_train_000001.bin: 3 tokens of 2 bytes, largest id 256, vocabulary 257, hash as in the header\n");
-    assert_contains(out, "q.bin: 1 multiple-choice examples, largest id 99\n");
+    assert_contains(out, "t_train_000001.bin: 3 tokens of 2 bytes, largest id 256, vocabulary 257, tokenizer ");
+    assert_contains(out, ", hash as in the header\n");
+    assert_contains(out, "q.bin: 1 multiple-choice examples, largest id 99, tokenizer ");
     assert_contains(out, "t_train_000002.bin: 2 tokens of 2 bytes, largest id 122,");
 
     size_t bytes;
     char *content = read_bytes(at("t_train_000002.bin"), &bytes);
     content[bytes - 2] ^= 1; // another id, still in the vocabulary
     write_file("damaged.bin", content, bytes);
-    memset(content + 12, 0, 12); // as llm.c writes it: no vocabulary, no hash
+    memset(content + 12, 0, 20); // as llm.c writes it: no vocabulary, no hash, no tokenizer
     write_file("plain.bin", content, bytes);
     free(content);
     assert_refused("--check", at("plain.bin"), at("damaged.bin"), at("q.bin"));
@@ -562,6 +641,12 @@ static void check_tells_of_good_files_and_stops_at_a_bad_one(void **state) {
     assert_contains(err, "damaged.bin: found ids with the hash");
     assert_contains(out, "plain.bin: 2 tokens of 2 bytes, largest id 123, no hash in the header\n");
     assert_lacks(out, "q.bin");
+    content = read_bytes(at("plain.bin"), &bytes);
+    memset(content + 8, 0, 4);
+    write_file("none.bin", content, 1024);
+    free(content);
+    assert_runs("--check", at("none.bin"));
+    assert_contains(out, "none.bin: no tokens, no hash in the header\n");
     shorten("q.bin", 1);
     assert_refused("--check", at("q.bin"));
     assert_contains(err, "q.bin: found ");
@@ -585,6 +670,11 @@ static void decode_prints_the_text(void **state) {
     assert_string_equal(out, "\nEin Satz\n");
     assert_refused(BYTES, "--decode", at("t_train_000001.bin")); // another tokenizer's ids
     assert_error("--decode: /tmp/");
+    assert_contains(err, "t_train_000001.bin: found ids of another tokenizer than bytes");
+    assert_runs(BYTES, "--out", at("bytes/t"), at("a.txt")); // in the other, these ids are text as well
+    assert_refused(GPT2, "--decode", at("bytes/t_train_000001.bin"));
+    assert_contains(err, "found ids of another tokenizer than tests/reference/tokenizer_gpt2.json");
+    remove_tree(at("bytes"));
     assert_refused(BYTES, "--decode", at("a.txt"));
     output_path = "/dev/full";
     assert_code(run(GPT2, "--decode", at("t_train_000001.bin")), 1);
@@ -663,9 +753,11 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         TEST(a_file_is_one_document),
         TEST(lines_and_json_lines_are_documents),
+        TEST(line_ends_and_byte_order_marks_are_no_text),
         TEST(inputs_follow_one_another),
         TEST(shards_are_cut_at_the_token),
         TEST(end_of_text_can_be_named),
+        TEST(the_tokenizer_beside_the_shards_is_the_one_in_their_headers),
         TEST(shards_are_replaced_only_when_asked),
         TEST(another_tokenizer_is_replaced_only_when_asked),
         TEST(folder_of_the_shards_is_made),

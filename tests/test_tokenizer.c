@@ -354,6 +354,39 @@ static void merges_are_done_by_rank_and_from_the_left(void **state) {
     }
 }
 
+// The vocabulary of gpt2, two of whose merges, neighbours, have changed places; with drop the first of them is gone.
+static uint64_t hash_of_changed_merges(int place, bool drop) {
+    char error[FILE_ERROR] = "";
+    cJSON *json = file_read_json(reference_path("gpt2"), error, sizeof error);
+    assert_non_null(json);
+    cJSON *merges = cJSON_GetObjectItem(cJSON_GetObjectItem(json, "model"), "merges");
+    cJSON *first = cJSON_GetArrayItem(merges, place), *second = first->next;
+    char *text = first->valuestring;
+    first->valuestring = second->valuestring;
+    second->valuestring = text;
+    if (drop) cJSON_DeleteItemFromArray(merges, place);
+    if (!file_write_json(at("tokenizer.json"), json, error, sizeof error)) fail_msg("%s", error);
+    cJSON_Delete(json);
+    struct tokenizer *t = open_or_fail(at("tokenizer.json"));
+    assert_int_equal(tokenizer_vocab(t), tokenizer_vocab(trained[GPT2]));
+    uint64_t hash = tokenizer_hash(t);
+    tokenizer_close(t);
+    return hash;
+}
+
+// Merges in another order make other ids of the same vocabulary.
+static void merges_and_their_order_are_in_the_hash(void **state) {
+    (void)state;
+    uint64_t hashes[] = {tokenizer_hash(trained[GPT2]), hash_of_changed_merges(0, false),
+                         hash_of_changed_merges(700, false), hash_of_changed_merges(0, true)};
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < i; k++) assert_true(hashes[i] != hashes[k]);
+    write_changed("tokenizer.json", "truncation", cJSON_CreateNull()); // written anew, it is the same
+    struct tokenizer *t = open_or_fail(at("tokenizer.json"));
+    assert_true(tokenizer_hash(t) == hashes[0]);
+    tokenizer_close(t);
+}
+
 // Runs without an end to the word: work that grows with the square of the length would take hours. The limit is some
 // hundred times what it takes.
 static void long_runs_are_quick(void **state) {
@@ -666,6 +699,19 @@ static void truncated_and_deep_files_are_refused(void **state) {
 }
 
 // One wrong byte anywhere ends in an error line, or in a tokenizer that works.
+// Linux's own settings say that they are a page long.
+static void a_file_shorter_than_its_size_is_refused(void **state) {
+    (void)state;
+    static const char path[] = "/sys/devices/system/cpu/online";
+    char error[FILE_ERROR] = "", wanted[128];
+    struct stat info;
+    if (stat(path, &info) != 0 || info.st_size < 100) skip();
+    assert_null(tokenizer_open(path, error, sizeof error));
+    assert_contains(error, "/sys/devices/system/cpu/online: found ");
+    snprintf(wanted, sizeof wanted, " bytes, wanted the %lld of its size", (long long)info.st_size);
+    assert_contains(error, wanted);
+}
+
 static void damaged_files_are_read_or_refused(void **state) {
     (void)state;
     static const char replacements[] = "\"{}[],:\\019-tfn \x80\xff";
@@ -882,6 +928,10 @@ static void files_are_written_as_they_were_read(void **state) {
     after = read_bytes(at("tokenizer_config.json"), &written);
     assert_string_equal(after, config);
     free(after);
+    struct tokenizer *third = open_or_fail(root);
+    assert_int_equal(tokenizer_end_of_text(third), tokenizer_find(third, "<think>"));
+    assert_true(tokenizer_hash(third) == tokenizer_hash(again));
+    tokenizer_close(third);
     tokenizer_close(again);
 }
 
@@ -916,6 +966,7 @@ int main(void) {
         cmocka_unit_test(special_tokens_are_read_only_when_asked_for),
         cmocka_unit_test(ids_are_appended),
         cmocka_unit_test(merges_are_done_by_rank_and_from_the_left),
+        in_folder(merges_and_their_order_are_in_the_hash),
         cmocka_unit_test(long_runs_are_quick),
         cmocka_unit_test(threads_share_a_tokenizer),
         cmocka_unit_test(patterns_with_two_meanings_are_refused),
@@ -925,6 +976,7 @@ int main(void) {
         in_folder(hostile_files_are_refused),
         in_folder(wrong_ways_to_cut_words_are_refused),
         in_folder(truncated_and_deep_files_are_refused),
+        cmocka_unit_test(a_file_shorter_than_its_size_is_refused),
         in_folder(damaged_files_are_read_or_refused),
         in_folder(large_tokens_and_ids),
         in_folder(end_of_text_is_what_the_config_says),

@@ -105,10 +105,10 @@ static inline const char *fuzz_write_safetensors(const char *name, const uint8_t
     return path;
 }
 
-// A token shard: a byte of switches, the six ints of the header that are used, and the ids; the rest of the header is
+// A token shard: a byte of switches, the eight ints of the header that are used, and the ids; the rest of the header is
 // zeros. The switches put the right number of ids and the right hash in, which mutations would hardly ever find.
 // Shorter inputs, and those with FUZZ_RAW, are the file as it is, behind the switches.
-enum { FUZZ_FIX_COUNT = 1, FUZZ_FIX_HASH = 2, FUZZ_RAW = 4, FUZZ_SHARD_INTS = 24 };
+enum { FUZZ_FIX_COUNT = 1, FUZZ_FIX_HASH = 2, FUZZ_RAW = 4, FUZZ_SHARD_INTS = 32 };
 
 static inline const char *fuzz_write_shard(const char *name, const uint8_t *data, size_t size) {
     unsigned char header[TOKEN_FILE_HEADER] = {0};

@@ -1,13 +1,13 @@
 // data/choices.c: a multiple-choice file.
 //
-// An input is a byte of switches, the four ints of the header that are used, and the examples. FIX_LENGTHS puts in the
+// An input is a byte of switches, the six ints of the header that are used, and the examples. FIX_LENGTHS puts in the
 // numbers that mutations would hardly ever keep right: every mark begins an example, whose bytes and index follow from
 // where the next one is, and the header's two numbers from them all.
 #include "data/choices.h"
 
 #include "tests/fuzz/fuzz.h"
 
-enum { FIX_LENGTHS = 1, INTS = 16, MARK = 65535 };
+enum { FIX_LENGTHS = 1, INTS = 24, MARK = 65535 };
 
 static void fix_lengths(uint32_t *header, uint16_t *body, size_t numbers) {
     header[2] = header[3] = 0;
@@ -40,7 +40,7 @@ static void check_writer(const struct choices *c, const uint16_t *body, size_t b
     char error[FILE_ERROR] = "";
     struct choices_writer w;
     const char *path = fuzz_path("again.bin");
-    fuzz_require(choices_writer_begin(&w, path, error, sizeof error));
+    fuzz_require(choices_writer_begin(&w, path, c->tokenizer, error, sizeof error));
     for (int i = 0; i < c->count; i++) {
         fuzz_require(c->examples[i].label < c->examples[i].completions);
         append_again(&w, &c->examples[i]);
@@ -50,6 +50,7 @@ static void check_writer(const struct choices *c, const uint16_t *body, size_t b
     int file = open(path, O_RDONLY | O_CLOEXEC);
     char *again = malloc(CHOICES_HEADER + bytes + 1);
     fuzz_require(read(file, again, CHOICES_HEADER + bytes + 1) == (ssize_t)(CHOICES_HEADER + bytes));
+    fuzz_require(memcmp(again + 16, &c->tokenizer, 8) == 0); // little-endian, as every machine this runs on
     fuzz_require(memcmp(again + CHOICES_HEADER, body, bytes) == 0);
     free(again);
     close(file);
@@ -68,7 +69,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     struct choices c;
     char error[FILE_ERROR] = "";
     bool is = choices_is(path);
-    if (choices_open(&c, path, data[0] >> 1, error, sizeof error)) {
+    if (choices_open(&c, path, NULL, data[0] >> 1, error, sizeof error)) {
         fuzz_require(is && (data[0] < 2 || c.largest_id < data[0] >> 1));
         check_writer(&c, body, bytes);
         choices_close(&c);

@@ -1,14 +1,14 @@
 // data/source.c and data/data.c: a spec and what it names.
 //
 // An input is the spec (in the folder of the files), the spec of the evaluation data or nothing, a line of two bytes: T
-// and lookahead; then up to three files, a.bin, b.bin and c.bin (fuzz_write_shard says what is in them).
+// and lookahead; then up to five files, a.bin, b.bin, c.bin (fuzz_write_shard says what is in them), a.txt and b.txt.
 #include "data/data.h"
 
 #include <cjson/cJSON.h>
 
 #include "tests/fuzz/fuzz.h"
 
-enum { FILES = 3, SPEC = 256, WINDOWS = 40 };
+enum { FILES = 5, SPEC = 256, WINDOWS = 40 };
 
 // Cuts a line off the input as the path of a spec; false where there is none, or one that leads out of the folder.
 static bool take_spec(char spec[SPEC], const uint8_t **data, size_t *size) {
@@ -23,7 +23,7 @@ static bool take_spec(char spec[SPEC], const uint8_t **data, size_t *size) {
 }
 
 static void write_files(const uint8_t *data, size_t size) {
-    static const char *const names[] = {"a.bin", "b.bin", "c.bin"};
+    static const char *const names[] = {"a.bin", "b.bin", "c.bin", "a.txt", "b.txt"};
     struct fuzz_part parts[FILES];
     size_t count = fuzz_cut(data, size, parts, FILES);
     for (size_t i = 0; i < FILES; i++)

@@ -8,6 +8,8 @@
 static const char *const present[] = {
     "{\"files\":[{\"name\":\"a.bin\",\"bytes\":1424,\"hash\":\"0123456789abcdef\"},{\"name\":\"b.bin\",\"bytes\":1224,"
     "\"hash\":\"fedcba9876543210\"}],\"tokens\":300,\"length\":8,\"first\":0,\"windows\":35}",
+    "{\"files\":[{\"name\":\"a.bin\",\"bytes\":1424,\"hash\":\"0123456789abcdef\"}],\"tokens\":200,\"shards\":true,"
+    "\"tokenizer\":\"0011223344556677\",\"length\":8,\"windows\":24}",
     "{\"stories\":\"0123456789abcdef\",\"tokenizer\":\"0011223344556677\"}",
 };
 

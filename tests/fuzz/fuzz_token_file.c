@@ -23,18 +23,19 @@ static bool check_ids(const struct token_file *f, const uint8_t *raw, int32_t *i
 }
 
 // Our writer's file of the same ids holds them. A vocabulary is an int, so the last id of all cannot be written.
-static void check_writer(const int32_t *ids, uint64_t count, uint32_t vocab) {
+static void check_writer(const int32_t *ids, uint64_t count, uint32_t vocab, uint64_t tokenizer) {
     char error[FILE_ERROR] = "";
     struct token_writer w;
     struct token_file f;
     for (uint64_t i = 0; i < count; i++)
         if (ids[i] == INT32_MAX) return;
     const char *path = fuzz_path("again.bin");
-    fuzz_require(token_writer_begin(&w, path, (int)vocab, error, sizeof error) &&
+    fuzz_require(token_writer_begin(&w, path, (int)vocab, tokenizer, error, sizeof error) &&
                  token_writer_append(&w, ids, count, error, sizeof error) &&
                  token_writer_finish(&w, error, sizeof error));
     fuzz_require(token_file_open(&f, path, error, sizeof error));
-    fuzz_require(f.count == count && f.vocab == vocab && token_file_check(&f, error, sizeof error));
+    fuzz_require(f.count == count && f.vocab == vocab && f.tokenizer == tokenizer);
+    fuzz_require(token_file_check(&f, error, sizeof error));
     token_file_close(&f);
 }
 
@@ -55,7 +56,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     fuzz_require(good || !checked);
     if (good && !raw && data[0] & FUZZ_FIX_HASH) fuzz_require(checked);
     if (!checked) fuzz_check_error(error, sizeof error, path);
-    if (good && f.count) check_writer(ids, f.count, f.vocab ? f.vocab : INT32_MAX);
+    if (good && f.count) check_writer(ids, f.count, f.vocab ? f.vocab : INT32_MAX, f.tokenizer);
     free(ids);
     token_file_close(&f);
     return 0;
