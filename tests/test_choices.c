@@ -129,7 +129,7 @@ static void tokenizer_in_the_header_must_be_the_run_s(void **state) {
 
 // ---- the reader trusts nothing ----
 
-// (A file shorter than its header says: features row 4.)
+// (A file shorter than its header says: vmlx-swift pull 217.)
 static void file_cut_anywhere_is_refused(void **state) {
     (void)state;
     write_choices("two.bin", 2, 30, two, sizeof two);
@@ -161,7 +161,7 @@ static void header_that_disagrees_with_the_file_is_refused(void **state) {
     choices_close(&c);
 }
 
-// (A text file, a folder, another kind of llm.c's files: features row 6.)
+// (A text file, a folder, another kind of llm.c's files: llama.cpp issue 662.)
 static void other_files_are_refused(void **state) {
     (void)state;
     char text[2048];
@@ -233,7 +233,7 @@ static void any_number_anywhere_does_no_harm(void **state) {
     assert_true(sum > 0);
 }
 
-// (Ids at the vocabulary or above it: features row 7.)
+// (Ids at the vocabulary or above it: torchtitan pull 1495.)
 static void ids_outside_the_vocabulary_are_refused(void **state) {
     (void)state;
     write_choices("two.bin", 2, 30, two, sizeof two);

@@ -453,7 +453,7 @@ static void test_short_files_are_refused_with_both_sizes(void **state) {
     unlink(path);
 }
 
-// A wrong file is called by its name (features row 6). Token shards are read: tests/test_source.c.
+// A wrong file is called by its name (llama.cpp issue 662). Token shards are read: tests/test_source.c.
 static void test_llmc_files_are_refused(void **state) {
     (void)state;
     static const int32_t magics[] = {20240522, 20240326, 20240803, 20240327, 20240328, 20240527};

@@ -47,7 +47,7 @@ setup_reports_what_is_missing() {
     grep -q 'cmocka *missing' "$scratch/report" && grep -q 'PCRE2 *found' "$scratch/report"
 }
 
-# (NCCL "found" because a name like libvncclient matched: features row 45)
+# (NCCL "found" because a name like libvncclient matched: llm.c pulls 426 and 646)
 similar_name_is_not_nccl() {
     echo 'int nothing;' | cc -x c -shared -o "$scratch/libvncclient.so" - || return 1
     detect_without -lnccl >"$scratch/report" || return 1
@@ -73,7 +73,7 @@ END
     cat "$scratch/report"
 }
 
-# (every process is rank 0 of 1, as with the MPICH of Ubuntu 24.04: features row 41)
+# (every process is rank 0 of 1, as with the MPICH of Ubuntu 24.04: runner-images issue 13204)
 ranks_that_are_all_the_first_are_no_mpi() {
     mpi_that '"$3"; "$3"'
     grep -q '✗ MPI .*rank 0 of 1 twice' "$scratch/report"

@@ -133,7 +133,7 @@ static void completions_cost_what_they_cost_alone(void **state) {
     model_close(&m);
 }
 
-// Fewer rows than completions of one example, and rows that divide nothing (features row 10).
+// Fewer rows than completions of one example, and rows that divide nothing (llm.c pull 667).
 static void answers_do_not_depend_on_the_batch(void **state) {
     (void)state;
     struct config c = unit();
@@ -316,7 +316,7 @@ static void evaluate_foreign(void *argument) {
     evaluate_choices(m, &choices, 1, 16, 0, 1, &(struct choice_counts){0});
 }
 
-// (Ids at the vocabulary: features row 7.)
+// (Ids at the vocabulary: torchtitan pull 1495.)
 static void ids_outside_the_models_vocabulary_are_refused(void **state) {
     (void)state;
     struct config c = unit();

@@ -266,6 +266,7 @@ static void gradient_accumulation_reads_the_same_sequences(void **state) {
 
 // ---- resume ----
 
+// Twenty steps are ten and a resume of ten (torchtitan issues 809 and 1136: state was lost and the loss jumped).
 static void resumed_run_equals_the_straight_one(void **state) {
     (void)state;
     static const char *const schedules[] = {"cosine", "linear", "wsd", "constant"};

@@ -43,7 +43,7 @@ static void shards_of_llmc_are_trained_on(void **state) {
     assert_runs("--generate", "3", "--from", at("ids"), "--tokenizer", "bytes", "--prompt", "x");
 }
 
-// (an id at the vocabulary's end, in the last token: a crash in the middle of a step, features row 7)
+// (an id at the vocabulary's end, in the last token: a crash in the middle of a step, torchtitan pull 1495)
 static void id_beyond_the_vocabulary_is_named_with_file_and_position(void **state) {
     (void)state;
     write_shard("good.bin", 2, 0, 200, 0, 1);
@@ -57,7 +57,7 @@ static void id_beyond_the_vocabulary_is_named_with_file_and_position(void **stat
                 "--out", at("run"), "--overwrite");
 }
 
-// (features rows 4 and 6, by the whole program)
+// (vmlx-swift pull 217, llama.cpp issue 662, by the whole program)
 static void files_that_are_no_data_are_refused(void **state) {
     (void)state;
     write_shard("whole.bin", 2, 0, 200, 0, 1);
@@ -86,7 +86,7 @@ static void files_that_are_no_data_are_refused(void **state) {
     assert_false(exists("run"));
 }
 
-// (the loader spins at the end of the data: features row 8)
+// (the loader spins at the end of the data: nanochat issues 358, 360 and 371)
 static void one_short_shard_wraps_with_an_epoch_counter(void **state) {
     (void)state;
     write_shard("short.bin", 2, 300, 2 * 32 + 2, 0, 1); // --batch 2 of 32, a target and the MTP module's
@@ -320,7 +320,7 @@ static void shards_are_read_with_the_tokenizer_that_made_them(void **state) {
 
 // ---- questions ----
 
-// (llm.c's evaluation divides by zero for a batch below 4, and stops where ranks outnumber examples: features row 10)
+// (llm.c's evaluation divides by zero for a batch below 4, and stops where ranks outnumber examples: llm.c pull 667)
 static void questions_are_answered_with_any_batch(void **state) {
     (void)state;
     static const char questions[] =

@@ -71,7 +71,7 @@ static void kill_and_resume(double seconds, double whole) {
     kill(pid, SIGKILL);
     int code = finish_program(pid);
     assert_true(code == -SIGKILL || code == 0);
-    char newest[512], wanted[600];
+    char newest[512] = "", wanted[600];
     if (checkpoint_newest(at("killed"), newest, sizeof newest, NULL))
         snprintf(wanted, sizeof wanted, "going on from %s\n", newest);
     else
@@ -82,7 +82,8 @@ static void kill_and_resume(double seconds, double whole) {
         !same_tree("straight/step-00000011", "killed/step-00000011"))
         fail_msg("killed after %.3f of %.3f s it ends with other bytes", seconds, whole);
     assert_steps_logged("killed", 1, 12);
-    assert_false(exists("killed/step-00000010"));
+    // Killed between the last checkpoint and the purge, a run has nothing left to do that would purge.
+    if (!strstr(newest, "step-00000012")) assert_false(exists("killed/step-00000010"));
     for (int step = 1; step <= 12; step++) {
         char name[64];
         snprintf(name, sizeof name, "killed/.tmp-step-%08d", step);

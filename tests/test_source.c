@@ -119,7 +119,7 @@ static void how_shards_are_cut_changes_nothing(void **state) {
     data_close(whole);
 }
 
-// A loader that spins for ever at the end of the corpus (features row 8).
+// A loader that spins for ever at the end of the corpus (nanochat issues 358, 360 and 371).
 static void one_shard_of_one_batch_wraps(void **state) {
     (void)state;
     enum { B = 4, STEPS = 50 };
@@ -138,7 +138,7 @@ static void one_shard_of_one_batch_wraps(void **state) {
     data_close(d);
 }
 
-// Positions kept in 32 bits (features row 2): in one shard, and over several that are each below the limit.
+// Positions kept in 32 bits (Megatron-LM issues 1672 and 1056): in one shard, and over several that are each below the limit.
 static void more_than_2_to_31_tokens_are_addressed(void **state) {
     (void)state;
     const uint32_t large = (1u << 31) + 10;
@@ -401,11 +401,11 @@ static void matches_that_are_no_shards_are_refused_by_name(void **state) {
     assert_int_equal(unlink(at("m2.bin")) | mkdir(at("m3.bin"), 0700), 0);
     assert_refused((struct call){.spec = at("m*.bin")}, WORDS(at("m3.bin"), "found a directory"));
     write_shard("m0.bin", 2, 0, 90, 0, 1);
-    assert_int_equal(truncate(at("m0.bin"), 1024 + 100), 0); // (features row 4)
+    assert_int_equal(truncate(at("m0.bin"), 1024 + 100), 0); // (vmlx-swift pull 217)
     assert_refused((struct call){.spec = at("m*.bin")}, WORDS(at("m0.bin"), "expected 1204 bytes", "found 1124"));
 }
 
-// One of them given as such was trained on as bytes, without a word (features row 6).
+// One of them given as such was trained on as bytes, without a word (llama.cpp issue 662).
 static void files_named_like_shards_that_are_none_are_refused(void **state) {
     (void)state;
     static const struct {
@@ -475,7 +475,7 @@ static void shards_of_another_tokenizer_than_the_run_s_are_refused(void **state)
     tokenizer_close(t);
 }
 
-// Ids above the vocabulary end in the middle of a step elsewhere (features row 7).
+// Ids above the vocabulary end in the middle of a step elsewhere (torchtitan pull 1495).
 static void ids_above_the_vocabulary_name_file_and_position(void **state) {
     (void)state;
     write_shard("v1.bin", 2, 0, 40, 0, 0);

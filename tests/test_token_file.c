@@ -94,7 +94,7 @@ static void all_16_and_31_bits_of_an_id_are_read(void **state) {
     token_file_close(&f);
 }
 
-// 32-bit counts that overflow (features row 2). The file is a hole with one id at its end.
+// 32-bit counts that overflow (Megatron-LM issues 1672 and 1056). The file is a hole with one id at its end.
 static void more_than_2_to_31_ids_are_read(void **state) {
     (void)state;
     const uint32_t count = (1u << 31) + 10;
@@ -113,7 +113,7 @@ static void more_than_2_to_31_ids_are_read(void **state) {
     assert_open_refused("large.bin", WORDS("expected 4294968340 bytes", "found 4294968339"));
 }
 
-// A shard shorter than its header says, whose mapped tail would read as zeros (features row 4).
+// A shard shorter than its header says, whose mapped tail would read as zeros (vmlx-swift pull 217).
 static void cut_and_longer_files_are_refused(void **state) {
     (void)state;
     for (int id_bytes = 2; id_bytes <= 4; id_bytes += 2) {
@@ -145,7 +145,7 @@ static void shards_without_ids_are_whole(void **state) {
     token_file_close(&f);
 }
 
-// A wrong file is called by its name, with the number found and those wanted (features row 6).
+// A wrong file is called by its name, with the number found and those wanted (llama.cpp issue 662).
 static void other_files_are_named(void **state) {
     (void)state;
     static const struct {
@@ -211,7 +211,7 @@ static void wrong_headers_are_refused(void **state) {
     assert_open_refused("x.bin", WORDS("vocabulary of 2147483648", "at most 2147483647"));
 }
 
-// Ids above the vocabulary (features row 7): caught on reading, with file and position.
+// Ids above the vocabulary (torchtitan pull 1495): caught on reading, with file and position.
 static void ids_above_the_vocabulary_are_refused(void **state) {
     (void)state;
     enum { COUNT = 20000, LAST = 7 * (COUNT - 1) + 3 };
@@ -357,7 +357,7 @@ static void one_changed_byte_is_noticed(void **state) {
     }
 }
 
-// A writer that wraps at 2^32 bytes (features row 3). The count is set by hand: 4 GiB are slow to write.
+// A writer that wraps at 2^32 bytes (streaming issue 659). The count is set by hand: 4 GiB are slow to write.
 static void more_ids_than_the_header_counts_are_refused(void **state) {
     (void)state;
     struct token_writer w;

@@ -275,7 +275,7 @@ static void shards_before_a_bad_line_are_removed(void **state) {
     assert_int_equal(files_in_root(), 1);
 }
 
-// (A model, an archive, a folder given as text: features row 6.)
+// (A model, an archive, a folder given as text: llama.cpp issue 662.)
 static void files_that_are_no_text_are_refused(void **state) {
     (void)state;
     uint32_t shard[300] = {20240326, 3};
@@ -694,7 +694,7 @@ static void assert_mistake(const char *place, const char *const *arguments) {
 
 #define mistake(place, ...) assert_mistake(place, (const char *const[]){"tokenize", __VA_ARGS__, NULL})
 
-// (Shards of more ids than their header can count: features row 3.)
+// (Shards of more ids than their header can count: streaming issue 659.)
 static void mistakes_in_flags_are_refused(void **state) {
     (void)state;
     write_text("a.txt", "abc");
