@@ -10,7 +10,7 @@
 //
 // Nothing in it tells time, path or number of ranks, so two saves of the same state are the same bytes. The masters are
 // authoritative. A folder is complete when trainer.json and every file it lists are there with their sizes; it is whole
-// when their hashes are right too. Whatever loads from a folder reads all it needs once to know that, and then loads.
+// when their hashes are right too. Whatever loads from a folder looks at the hashes first.
 #ifndef MOK_MODEL_CHECKPOINT_H
 #define MOK_MODEL_CHECKPOINT_H
 

@@ -9,8 +9,8 @@
 
 struct cJSON;
 
-// The content of config.json. end_of_text: the token id of both bos and eos, -1 for none. dtype: of the weights beside it, "float32"
-// or "bfloat16". balance_alpha goes in as aux_loss_alpha; bias_rate and mtp_weight have no key. The result is for
+// The content of config.json. end_of_text: the token id of both bos and eos, -1 for none. dtype: of the weights beside
+// it, "float32" or "bfloat16". balance_alpha goes in as aux_loss_alpha; bias_rate and mtp_weight have no key. The result is for
 // printing: its real numbers are raw text, so that 1.0 stays a real number for a strict reader. Free with cJSON_Delete.
 struct cJSON *hf_config_to_json(const struct config *c, int end_of_text, const char *dtype);
 // The content of generation_config.json.

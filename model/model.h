@@ -22,7 +22,8 @@ struct model {
     int32_t *ids; // host [N], tokens on their way to the device
 };
 
-// Allocates everything for micro-batches of at most batch sequences of at most seq tokens. Weights are zero until they are set.
+// Allocates everything for micro-batches of at most batch sequences of at most seq tokens. Weights are zero until they
+// are set.
 void model_open(struct model *m, const struct config *c, int batch, int seq, bool training);
 void model_close(struct model *m);
 

@@ -13,11 +13,13 @@
 //   a run, --resume        from [size] receives the newest checkpoint that is whole; others are skipped with a line
 //   a run, neither         refused (exit 2)
 // A run is a checkpoint, even a broken one, or a log with a line in it. Refuses (exit 2) a folder that another process
-// runs in, and --resume where all checkpoints are broken. A folder that cannot be locked is used with a warning.
+// runs in, one of something else, whose config.json is not a run's, and --resume where all checkpoints are broken. A
+// folder that cannot be locked is used with a warning.
 // from is empty when the run starts at the beginning; with --resume a line says so.
 void run_folder_open(const struct options *o, char *from, size_t size);
 
-// The settings in a run's config.json, for the caller to delete; NULL if there is none.
+// The settings in a run's config.json, for the caller to delete; NULL if there is no such file. Ends the program (exit 2)
+// when it is not a run's.
 struct cJSON *run_folder_settings(const char *folder);
 
 // Ends the program (exit 2) when the bytes available on its file system have no room for one checkpoint, and warns when

@@ -527,7 +527,8 @@ static void flags_that_are_given_change_a_resumed_run(void **state) {
     assert_true(r.o.lr == 0.02 && r.o.warmup == 3 && r.o.steps == 70 && r.o.model.top_k == 1);
 }
 
-// (the rate of a checkpoint beats the command line, or the other way round, in silence: Megatron-LM issue 963, verl issue 7953)
+// The rate of a checkpoint beats the command line, or the other way round, in silence (Megatron-LM issue 963, verl issue
+// 7953).
 static void changes_that_make_another_run_are_refused(void **state) {
     (void)state;
     static const struct {

@@ -138,7 +138,8 @@ static void one_shard_of_one_batch_wraps(void **state) {
     data_close(d);
 }
 
-// Positions kept in 32 bits (Megatron-LM issues 1672 and 1056): in one shard, and over several that are each below the limit.
+// Positions kept in 32 bits (Megatron-LM issues 1672 and 1056): in one shard, and over several that are each below the
+// limit.
 static void more_than_2_to_31_tokens_are_addressed(void **state) {
     (void)state;
     const uint32_t large = (1u << 31) + 10;
