@@ -312,7 +312,8 @@ bool token_file_read(const struct token_file *f, uint64_t start, size_t n, uint3
     return true;
 }
 
-bool token_file_check(const struct token_file *f, char *error, size_t error_size) {
+bool token_file_check(const struct token_file *f, int32_t *largest, char *error, size_t error_size) {
+    *largest = -1;
     if (!check_size(f, error, error_size)) return false;
     struct hash hash = hash_begin();
     size_t piece;
@@ -324,6 +325,8 @@ bool token_file_check(const struct token_file *f, char *error, size_t error_size
         hash_add(&hash, bytes, piece * (size_t)f->id_bytes);
         decode(ids, bytes, piece, f->id_bytes);
         if (!check_ids(f, start, ids, piece, limit_of(f, 0), error, error_size)) return false;
+        for (size_t i = 0; i < piece; i++)
+            if (ids[i] > *largest) *largest = ids[i];
     }
     if (f->hash && hash_end(&hash) != f->hash)
         return file_error(error, error_size,

@@ -54,8 +54,9 @@ uint64_t token_file_bytes(const struct token_file *f);
 bool token_file_read(const struct token_file *f, uint64_t start, size_t n, uint32_t vocab_limit, int32_t *ids,
                      char *error, size_t error_size);
 
-// Reads it all and compares ids with the vocabulary and bytes with the hash, where the header has them.
-bool token_file_check(const struct token_file *f, char *error, size_t error_size);
+// Reads it all and compares ids with the vocabulary and bytes with the hash, where the header has them. largest receives
+// the largest id, -1 where there are none.
+bool token_file_check(const struct token_file *f, int32_t *largest, char *error, size_t error_size);
 
 // ---- writing ----
 

@@ -562,21 +562,12 @@ static void write_choices(const struct arguments *a) {
 
 // ---- a look at files ----
 
-enum { CHUNK = 1 << 16 }; // ids
-
 static void check_shard(const char *path) {
     char error[FILE_ERROR];
     struct token_file f;
-    if (!token_file_open(&f, path, error, sizeof error) || !token_file_check(&f, error, sizeof error))
+    int32_t largest;
+    if (!token_file_open(&f, path, error, sizeof error) || !token_file_check(&f, &largest, error, sizeof error))
         fail_user("--check", "%s", error);
-    int32_t largest = -1;
-    static int32_t ids[CHUNK];
-    for (uint64_t start = 0; start < f.count; start += CHUNK) {
-        size_t n = f.count - start < CHUNK ? (size_t)(f.count - start) : CHUNK;
-        if (!token_file_read(&f, start, n, 0, ids, error, sizeof error)) fail_user("--check", "%s", error);
-        for (size_t i = 0; i < n; i++)
-            if (ids[i] > largest) largest = ids[i];
-    }
     if (f.count)
         printf("%s: %" PRIu64 " tokens of %d bytes, largest id %d, ", path, f.count, f.id_bytes, largest);
     else
@@ -607,6 +598,7 @@ static void check_files(const struct arguments *a) {
 }
 
 static void decode_shard(const struct arguments *a) {
+    enum { CHUNK = 1 << 16 }; // ids
     char error[FILE_ERROR];
     struct tokenizer *t = open_tokenizer(a->values[FLAG_TOKENIZER]);
     struct token_file f;

@@ -65,7 +65,7 @@ static void copy_lines(const struct run_log *log, FILE *old, FILE *kept, int64_t
 
 // Replaces the log by one without the lines of steps after `last`.
 static void drop_later_lines(const struct run_log *log, int64_t last) {
-    char temporary[sizeof log->path + 8];
+    char temporary[sizeof log->path + 8], error[FILE_ERROR];
     snprintf(temporary, sizeof temporary, "%s.tmp", log->path);
     FILE *old = fopen(log->path, "r");
     if (!old && errno == ENOENT) return;
@@ -74,9 +74,8 @@ static void drop_later_lines(const struct run_log *log, int64_t last) {
     check_write(log, kept != NULL);
     copy_lines(log, old, kept, last);
     fclose(old);
-    bool written = fflush(kept) == 0 && fsync(fileno(kept)) == 0;
-    written = fclose(kept) == 0 && written;
-    check_write(log, written && rename(temporary, log->path) == 0);
+    if (!file_publish(kept, temporary, log->path, error, sizeof error))
+        fail_internal(log->path, "cannot write the log: %s; free some space and resume", error);
 }
 
 void log_open(struct run_log *log, const struct trainer *t, const char *folder) {

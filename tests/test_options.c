@@ -435,16 +435,15 @@ static bool is_among(const char *name, const char *list) {
 
 // Another value than the default, as options_from_json takes it.
 static cJSON *other_value(const cJSON *item) {
-    if (cJSON_IsString(item)) {
-        const char *word = item->valuestring; // text, or a choice
-        return cJSON_CreateString(strcmp(word, "cosine") == 0 ? "linear"
-                                  : strcmp(word, "tiny") == 0 ? "small"
-                                                              : "other");
-    }
     if (cJSON_IsBool(item)) return cJSON_CreateBool(!cJSON_IsTrue(item));
-    return cJSON_CreateNumber(cJSON_IsRaw(item) && strtod(item->valuestring, NULL) == 2     ? 4
-                              : cJSON_IsRaw(item) && strtod(item->valuestring, NULL) < 0.99 ? 0.99
-                                                                                            : 2);
+    if (cJSON_IsString(item)) {
+        if (strcmp(item->valuestring, "cosine") == 0) return cJSON_CreateString("linear");
+        if (strcmp(item->valuestring, "tiny") == 0) return cJSON_CreateString("small");
+        return cJSON_CreateString("other");
+    }
+    double value = strtod(item->valuestring, NULL);
+    if (value < 0.99) return cJSON_CreateNumber(0.99);
+    return cJSON_CreateNumber(value == 2 ? 4 : 2);
 }
 
 // Every flag, one by one: what a resumed run may change, only with --override, or never.

@@ -64,7 +64,7 @@ static void files_of_llmc_are_read(void **state) {
         assert_false(token_file_read(&f, COUNT, 1, 0, one, error, sizeof error));
         assert_contains(error, "asked for 1 ids from 9000 on, where there are 9000");
         assert_false(token_file_read(&f, UINT64_MAX, 2, 0, one, error, sizeof error));
-        assert_true(token_file_check(&f, error, sizeof error));
+        assert_true(token_file_check(&f, &(int32_t){0}, error, sizeof error));
         token_file_close(&f);
     }
 }
@@ -141,7 +141,7 @@ static void shards_without_ids_are_whole(void **state) {
     struct token_file f;
     open_file(&f, "none.bin");
     assert_int_equal(f.count, 0);
-    assert_true(token_file_check(&f, error, sizeof error));
+    assert_true(token_file_check(&f, &(int32_t){0}, error, sizeof error));
     token_file_close(&f);
 }
 
@@ -227,7 +227,7 @@ static void ids_above_the_vocabulary_are_refused(void **state) {
         assert_contains(error, "found id 139996 at position 19999, wanted less than the vocabulary of 139996");
         assert_int_equal(errno, 0);
         assert_true(token_file_read(&f, 0, COUNT, LAST + 1, ids, error, sizeof error));
-        assert_int_equal(token_file_check(&f, error, sizeof error), !own);
+        assert_int_equal(token_file_check(&f, &(int32_t){0}, error, sizeof error), !own);
         token_file_close(&f);
     }
 }
@@ -246,7 +246,7 @@ static void files_that_change_while_open_are_noticed(void **state) {
         assert_int_equal(errno, 0);
         assert_contains(error, "wanted the 3024 it had");
         assert_contains(error, "do not change it during a run");
-        assert_false(token_file_check(&f, error, sizeof error));
+        assert_false(token_file_check(&f, &(int32_t){0}, error, sizeof error));
         token_file_close(&f);
     }
 }
@@ -285,7 +285,7 @@ static void what_is_written_is_read(void **state) {
         assert_int_equal(f.count, N);
         assert_true(f.hash != 0);
         assert_true(f.tokenizer == tokenizer_hash);
-        assert_true(token_file_check(&f, error, sizeof error));
+        assert_true(token_file_check(&f, &(int32_t){0}, error, sizeof error));
         assert_true(token_file_read(&f, 0, N, 0, back, error, sizeof error));
         assert_memory_equal(back, ids, sizeof ids);
         token_file_close(&f);
@@ -351,7 +351,7 @@ static void one_changed_byte_is_noticed(void **state) {
         change_byte("shard.bin", TOKEN_FILE_HEADER + place);
         struct token_file f;
         open_file(&f, "shard.bin");
-        assert_false(token_file_check(&f, error, sizeof error));
+        assert_false(token_file_check(&f, &(int32_t){0}, error, sizeof error));
         assert_contains(error, "found ids with the hash");
         token_file_close(&f);
     }

@@ -28,7 +28,8 @@ enum { END = 256 }; // of text, of the byte tokenizer
 // The ids of a shard that --check finds good, for the caller to free.
 static struct token_list read_shard(const char *name) {
     struct token_file f;
-    expect(token_file_open(&f, at(name), error, sizeof error) && token_file_check(&f, error, sizeof error));
+    expect(token_file_open(&f, at(name), error, sizeof error) &&
+           token_file_check(&f, &(int32_t){0}, error, sizeof error));
     struct token_list list = {malloc(sizeof *list.ids * (size_t)f.count), (size_t)f.count, (size_t)f.count};
     expect(token_file_read(&f, 0, list.count, 0, list.ids, error, sizeof error));
     token_file_close(&f);

@@ -35,7 +35,7 @@ static void check_writer(const int32_t *ids, uint64_t count, uint32_t vocab, uin
                  token_writer_finish(&w, error, sizeof error));
     fuzz_require(token_file_open(&f, path, error, sizeof error));
     fuzz_require(f.count == count && f.vocab == vocab && f.tokenizer == tokenizer);
-    fuzz_require(token_file_check(&f, error, sizeof error));
+    fuzz_require(token_file_check(&f, &(int32_t){0}, error, sizeof error));
     token_file_close(&f);
 }
 
@@ -52,7 +52,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     fuzz_require(is && !f.count == !(token_file_bytes(&f) - TOKEN_FILE_HEADER));
     int32_t *ids = malloc((f.count + 1) * sizeof *ids);
     const uint8_t *bytes = data + 1 + (raw ? TOKEN_FILE_HEADER : FUZZ_SHARD_INTS);
-    bool good = check_ids(&f, bytes, ids), checked = token_file_check(&f, error, sizeof error);
+    bool good = check_ids(&f, bytes, ids), checked = token_file_check(&f, &(int32_t){0}, error, sizeof error);
     fuzz_require(good || !checked);
     if (good && !raw && data[0] & FUZZ_FIX_HASH) fuzz_require(checked);
     if (!checked) fuzz_check_error(error, sizeof error, path);
