@@ -3,6 +3,8 @@
 #ifndef MOK_KERNELS_FAIL_H
 #define MOK_KERNELS_FAIL_H
 
+#include <stdbool.h>
+
 // The user can mend it (flag, file, size): prints "mok: error: PLACE: MESSAGE" to stderr and ends with exit code 2.
 // place: a flag ("--steps") or a file path. message: found, wanted, hint, in this order.
 _Noreturn void fail_user(const char *place, const char *message, ...) __attribute__((format(printf, 2, 3)));
@@ -12,6 +14,13 @@ _Noreturn void fail_internal(const char *place, const char *message, ...) __attr
 
 // Something is not as it should be, but the program goes on: "mok: warning: PLACE: MESSAGE".
 void fail_warn(const char *place, const char *message, ...) __attribute__((format(printf, 2, 3)));
+
+// true: warnings are not printed, since another rank has said the same; until it is called with false.
+void fail_hold_warnings(bool hold);
+
+// For a job of several ranks: from now on the lines begin with "mok: error: rank 3: " or "mok: warning: rank 3: ", and end
+// is called to stop all ranks before this process exits with the code. NULL takes both back.
+void fail_set_rank(int rank, void (*end)(int code));
 
 // Turns what a terminal would obey rather than show (the control characters of ASCII and Latin-1; other UTF-8 stays)
 // into '?', and returns text.

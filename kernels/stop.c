@@ -3,6 +3,8 @@
 #include <signal.h>
 #include <stddef.h>
 
+#include "kernels/comm.h"
+
 static volatile sig_atomic_t requested;
 
 static void request(int signal_number) {
@@ -18,3 +20,12 @@ void stop_catch_signals(void) {
 }
 
 int stop_requested(void) { return requested; }
+
+int stop_agree(struct comm *c) {
+    int64_t asked[NSIG] = {0}; // ranks that got this signal
+    asked[stop_requested()] = 1;
+    comm_sum_int64(c, asked, NSIG);
+    for (int signal_number = 1; signal_number < NSIG; signal_number++)
+        if (asked[signal_number]) return signal_number;
+    return 0;
+}

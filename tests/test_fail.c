@@ -26,6 +26,38 @@ static void line_says_place_and_message_and_the_code_whose_fault_it_is(void **st
     assert_string_equal(text, "mok: error: a file: found 1, wanted 2\n");
 }
 
+static void end_job(int code) { _exit(40 + code); }
+static void user_of_rank(void *message) {
+    fail_set_rank(12, end_job);
+    user(message);
+}
+static void internal_of_rank(void *message) {
+    fail_set_rank(12, end_job);
+    internal(message);
+}
+static void warn_of_rank(void *message) {
+    fail_set_rank(12, end_job);
+    warn(message);
+}
+static void user_of_one_again(void *message) {
+    fail_set_rank(12, end_job);
+    fail_set_rank(0, NULL);
+    user(message);
+}
+
+// exit() in one rank would leave the others waiting.
+static void in_a_job_of_several_ranks_the_line_names_the_rank_and_the_job_is_ended(void **state) {
+    (void)state;
+    assert_int_equal(run_call(user_of_rank, "found 0, wanted 1"), 42);
+    assert_string_equal(text, "mok: error: rank 12: --steps: found 0, wanted 1\n");
+    assert_int_equal(run_call(internal_of_rank, "found 0, wanted 1"), 41);
+    assert_string_equal(text, "mok: error: rank 12: --steps: found 0, wanted 1\n");
+    assert_int_equal(run_call(warn_of_rank, "found 0, wanted 1"), 0);
+    assert_string_equal(text, "mok: warning: rank 12: --steps: found 0, wanted 1\n");
+    assert_int_equal(run_call(user_of_one_again, "found 0, wanted 1"), 2);
+    assert_string_equal(text, "mok: error: --steps: found 0, wanted 1\n");
+}
+
 // A name in a damaged file may clear the screen, set its title, or begin a line that looks like another message.
 static void what_a_terminal_would_obey_is_hidden(void **state) {
     (void)state;
@@ -80,6 +112,7 @@ static void what_is_too_long_is_cut(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(line_says_place_and_message_and_the_code_whose_fault_it_is),
+        cmocka_unit_test(in_a_job_of_several_ranks_the_line_names_the_rank_and_the_job_is_ended),
         cmocka_unit_test(what_a_terminal_would_obey_is_hidden),
         cmocka_unit_test(what_is_too_long_is_cut),
     };
