@@ -12,29 +12,37 @@ OPT    ?= -O3
 # asks for them below.
 WARN    = -Wall -Wextra -Wshadow
 FLOAT   = -ffp-contract=off -fno-math-errno -fno-trapping-math
-CFLAGS  = -std=c17 -D_GNU_SOURCE $(OPT) -g -march=$(MARCH) -fopenmp $(WARN) $(FLOAT) $(EXTRA_CFLAGS) -I.
-LDLIBS  = -lcjson -lpcre2-8 -lm -lpthread
+OPENMP  = -fopenmp
+CFLAGS  = -std=c17 -D_GNU_SOURCE $(OPT) -g -march=$(MARCH) $(OPENMP) $(WARN) $(FLOAT) $(EXTRA_CFLAGS) -I. $(MPI_CFLAGS)
+LDLIBS  = -Wl,--as-needed $(MPI_LIBS) -lcjson -lpcre2-8 -lm -lpthread
 
 # data/tokenize.c is a program of its own.
 LIBRARY = $(filter-out data/tokenize.c,$(wildcard kernels/*.c kernels/cpu/*.c data/*.c model/*.c))
 TESTS   = $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 # Tests and checks that need the double build of the library.
 DOUBLE_TESTS = test_gradients
+# Tests that ranks run together: RANKS:NAME, once for each number of ranks.
+RANKED_TESTS = $(addsuffix :test_comm,1 2 3 4 6) $(addsuffix :test_parallel,1 3 4 6) $(addsuffix :test_moe,1 2 3 4 6) \
+               $(addsuffix :test_trainer_ranks,1 2 3 4 6) $(addsuffix :test_checkpoint_ranks,1 6) $(addsuffix :test_trace,1 3)
+# Tests that make test-full runs under the thread sanitizer.
+TSAN_TESTS = test_mok test_moe_soak
 
 CPU    = build/cpu
 DOUBLE = build/double
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train tokenize run test test-programs test-full test-sanitized fuzz fuzz-targets bench-cpu detect \
-        format clean
+.PHONY: help setup train tokenize run run-tiny test test-programs test-full test-sanitized thread-sanitized fuzz \
+        fuzz-targets bench-cpu detect format clean
 
 help:
 	@echo "mok.c targets:"
-	@echo "  make run        install what is missing, build, train the tiny preset on built-in stories, sample from it"
+	@echo "  make run        install what is missing, build, train the tiny preset on built-in stories by RANKS=2 ranks,"
+	@echo "                  sample from it"
 	@echo "  make test       install what is missing, build and run the tests (no GPU needed)"
 	@echo "  make train      build ./train and ./tokenize"
 	@echo "  make tokenize   build ./tokenize, which makes token shards and multiple-choice files"
-	@echo "  make test-full  the tests again under the address and undefined-behaviour sanitizers, and make fuzz"
+	@echo "  make test-full  the tests again under the address and undefined-behaviour sanitizers, those with"
+	@echo "                  threads of their own under the thread sanitizer, and make fuzz"
 	@echo "  make fuzz       every parser against hostile input, FUZZ_SECONDS=10 each"
 	@echo "  make bench-cpu  GFLOP/s of every CPU operation beside the peak of the cores"
 	@echo "  make detect     say which compiler and libraries were found"
@@ -53,10 +61,26 @@ train: $(CPU)/train tokenize
 tokenize: $(CPU)/tokenize
 	@cp -f $(CPU)/tokenize tokenize
 
-RUN ?= runs/tiny
+RUN   ?= runs/tiny
+RANKS ?= 2
 run: setup
-	@$(MAKE) --no-print-directory train
-	./train --preset tiny --out "$(RUN)" --overwrite $(RUN_FLAGS)
+	@$(MAKE) --no-print-directory run-tiny
+run-tiny: train
+	$(MPIRUN) -n $(RANKS) ./train --preset tiny --out "$(RUN)" --overwrite $(RUN_FLAGS)
+
+# ---- MPI: MPI_CFLAGS, MPI_LIBS and MPIRUN of the one that scripts/mpi.sh chooses ----
+
+ifneq ($(filter-out help setup detect run test fuzz test-full format clean,$(or $(MAKECMDGOALS),help)),)
+include build/mpi.mk
+endif
+build/mpi.mk: scripts/mpi.sh scripts/probe.sh build/mpi.asked
+	@CC="$(CC)" sh scripts/mpi.sh > $@.new || { rm -f $@.new; exit 2; }
+	@mv $@.new $@
+# The choice is made again when other ones are asked for by MPI_HOME or PATH.
+build/mpi.asked: ASKED = $(MPI_HOME) $(realpath $(shell command -v mpicc 2>/dev/null))
+build/mpi.asked: force
+	@mkdir -p $(@D)
+	@echo '$(ASKED)' | cmp -s - $@ || echo '$(ASKED)' > $@
 
 # ---- objects: build/cpu (float) and build/double (the same sources with a double real) ----
 
@@ -105,17 +129,23 @@ $(DOUBLE)/tests/%: $(DOUBLE)/tests/%.o $(DOUBLE)/libmok.a
 	@$(CC) $(CFLAGS) $^ -o $@ -lcmocka $(LDLIBS)
 
 TEST_PROGRAMS = $(foreach t,$(TESTS),$(if $(filter $(t),$(DOUBLE_TESTS)),$(DOUBLE),$(CPU))/tests/$(t))
+# As tests/run.sh takes them: PROGRAM, or RANKS:PROGRAM.
+RANKED_RUNS = $(subst :test_,:$(CPU)/tests/test_,$(RANKED_TESTS))
+TEST_RUNS   = $(filter-out $(foreach r,$(RANKED_RUNS),$(lastword $(subst :, ,$(r)))),$(TEST_PROGRAMS)) $(RANKED_RUNS)
 
 test: setup
 	@$(MAKE) --no-print-directory test-programs
 test-programs: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS)
-	@COMPILE="$(CC) $(CFLAGS) -DMOK_DOUBLE" LIBS="-lcmocka $(LDLIBS)" DOUBLE=$(DOUBLE) \
-	    sh tests/run.sh $(TEST_PROGRAMS) tests/test_mistakes.sh tests/test_detect.sh
+	@COMPILE="$(CC) $(CFLAGS) -DMOK_DOUBLE" LIBS="-lcmocka $(LDLIBS)" DOUBLE=$(DOUBLE) MPIRUN="$(MPIRUN)" \
+	    sh tests/run.sh $(TEST_RUNS) tests/test_mistakes.sh tests/test_detect.sh tests/test_launch.sh tests/test_plan_header.sh
+
+# OpenMP's pragmas mean nothing, and tests/serial/omp.h stands in for its header.
+SERIAL = -Wno-unknown-pragmas -Itests/serial
 
 # One program per parser (tests/fuzz/fuzz_NAME.c), built by clang without OpenMP. tests/fuzz/fail.c stands in for
 # kernels/fail.c: where the program would end, the target goes on.
 FUZZ_CC      ?= clang
-FUZZ_CFLAGS   = -std=c17 -D_GNU_SOURCE -O1 -g -march=$(MARCH) $(WARN) -Wno-unknown-pragmas -Itests/fuzz -I. \
+FUZZ_CFLAGS   = -std=c17 -D_GNU_SOURCE -O1 -g -march=$(MARCH) $(WARN) $(SERIAL) -I. $(MPI_CFLAGS) \
                 -fsanitize=fuzzer,address,undefined,float-cast-overflow -fno-sanitize-recover=all \
                 -fno-omit-frame-pointer
 FUZZ_LIBRARY  = $(filter-out kernels/fail.c,$(LIBRARY)) tests/fuzz/fail.c
@@ -139,18 +169,27 @@ build/fuzz/fuzz_%: build/fuzz/tests/fuzz/fuzz_%.o build/fuzz/libmok.a
 	@$(FUZZ_CC) $(FUZZ_CFLAGS) $^ -o $@ $(LDLIBS)
 
 # The same programs once more, built with the address and undefined-behaviour sanitizers. What they do not free at the
-# end of the process is not looked for. Then the fuzz targets.
-SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+# end of the process is not looked for. Then TSAN_TESTS with the thread sanitizer, which does not understand OpenMP, and
+# the fuzz targets. Some kernels spread addresses wider than sanitizers can follow; setarch -R, where allowed, stops it.
+# UCX, which may be below MPI, patches madvise, and threads that end under the thread sanitizer then crash.
+SANITIZE     = -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+FIXED_LAYOUT = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 test-full:
 	@CC="$(CC)" FUZZ_CC="$(FUZZ_CC)" sh scripts/setup.sh --fuzz
+	@$(MAKE) --no-print-directory CPU=build/tsan OPENMP="$(SERIAL)" OPT=-O2 \
+	    EXTRA_CFLAGS="-fsanitize=thread" thread-sanitized
 	@$(MAKE) --no-print-directory CPU=build/sanitize DOUBLE=build/sanitize-double OPT=-O2 \
 	    EXTRA_CFLAGS="$(SANITIZE)" test-sanitized
+thread-sanitized: $(TSAN_TESTS:%=$(CPU)/tests/%)
 test-sanitized: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS) $(FUZZ_TARGETS)
 	@MOK_LONG=1 MOK_TRAIN=$(CPU)/train MOK_TOKENIZE=$(CPU)/tokenize ASAN_OPTIONS=detect_leaks=0 \
-	    sh tests/run.sh $(TEST_PROGRAMS) tests/fuzz.sh
+	    UCX_MEM_MMAP_HOOK_MODE=none MPIRUN="$(MPIRUN)" $(FIXED_LAYOUT) \
+	    sh tests/run.sh $(TEST_RUNS) $(TSAN_TESTS:%=build/tsan/tests/%) tests/fuzz.sh
 
-bench-cpu: $(CPU)/tests/bench_cpu
+bench-cpu: $(CPU)/tests/bench_cpu $(CPU)/tests/bench_moe
 	@$(CPU)/tests/bench_cpu
+	@$(CPU)/tests/bench_moe
+	@$(MPIRUN) -n 2 $(CPU)/tests/bench_moe
 
 format:
 	clang-format -i train.c */*.c */*.h */*/*.c */*/*.h

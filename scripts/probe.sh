@@ -6,7 +6,6 @@
 # CC, MPI_HOME, CUDA_HOME and NCCL_HOME choose among several installations.
 
 CC=${CC:-cc}
-mpi_bin=${MPI_HOME:+$MPI_HOME/bin/}
 probe_dir=$(mktemp -d) || exit 1
 trap 'rm -rf "$probe_dir"' EXIT
 trap 'exit 130' INT TERM
@@ -88,20 +87,96 @@ int main(void) {
 END
 }
 
-# The program prints "rank/size", so that a start of two ranks can be told from two starts of one.
-probe_mpi() {
-    command -v "${mpi_bin}mpirun" >/dev/null && probe_builds "${mpi_bin}mpicc" <<'END'
+# Pairs of a compiler wrapper and a launcher, the preferred ones first. Who sets MPI_HOME wants that one or none.
+mpi_candidates() {
+    if [ "${MPI_HOME:-}" ]; then
+        echo "$MPI_HOME/bin/mpicc $MPI_HOME/bin/mpirun"
+        return
+    fi
+    echo "mpicc mpirun"
+    echo "mpicc.mpich mpirun.mpich"
+    echo "mpicc.openmpi mpirun.openmpi"
+    for bin in /usr/lib64/mpich/bin /usr/lib64/openmpi/bin /opt/homebrew/bin /home/linuxbrew/.linuxbrew/bin; do
+        echo "$bin/mpicc $bin/mpirun"
+    done
+}
+
+# What of the words on standard input finds headers (cflags) or libraries (libs); a distribution's -O2 and the like are
+# none of ours.
+mpi_cflags_of() { tr ' ' '\n' | grep -e '^-I.' -e '^-pthread$' | paste -sd ' ' -; }
+mpi_libs_of() {
+    tr ' ' '\n' | grep -e '^-[Ll].' -e '^-Wl,-rpath' -e '^-Wl,/' -e '^-pthread$' | paste -sd ' ' -
+}
+
+# The launcher $1 with what it needs so that any number of ranks, each with several threads, may share the cores: Open
+# MPI else refuses root and more ranks than cores, and ties each rank to one core.
+mpi_launch_line() {
+    case $("$1" --version </dev/null 2>/dev/null) in
+    *"Open MPI"* | *OpenRTE*)
+        echo "env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1" \
+            "$1 --map-by slot:OVERSUBSCRIBE --bind-to none"
+        ;;
+    *) echo "$1" ;;
+    esac
+}
+
+# Builds a program with $CC and the flags of $mpi_cc, and starts it as two ranks by $mpi_launcher. Two starts of one
+# rank show in what they print, "rank/size". Sets the variables of probe_mpi, or $mpi_fault to what is wrong.
+mpi_starts_two_ranks() {
+    flags=$("$mpi_cc" -show </dev/null 2>/dev/null) || {
+        mpi_fault="-show does not say how it compiles"
+        return 1
+    }
+    mpi_cflags=$(echo "$flags" | mpi_cflags_of)
+    mpi_libs=$(echo "$flags" | mpi_libs_of)
+    mpirun=$(mpi_launch_line "$mpi_launcher")
+    # shellcheck disable=SC2086
+    probe_builds "$CC" $mpi_cflags $mpi_libs <<'END' || {
 #include <mpi.h>
 #include <stdio.h>
 int main(int argc, char **argv) {
-    int rank, size;
+    char version[MPI_MAX_LIBRARY_VERSION_STRING];
+    int rank, size, length;
     MPI_Init(&argc, &argv);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &size);
+    MPI_Get_library_version(version, &length);
+    if (rank == 0) printf("library %s\n", version);
     printf("%d/%d\n", rank, size);
     return MPI_Finalize();
 }
 END
+        mpi_fault="$CC builds no program with its flags"
+        return 1
+    }
+    # shellcheck disable=SC2086
+    timeout 30 $mpirun -n 2 "$probe_dir/program" </dev/null >"$probe_dir/mpirun" 2>&1
+    ranks=$(grep -x '[0-9]*/[0-9]*' "$probe_dir/mpirun" | sort | paste -sd ' ' -)
+    mpi_version=$(sed -n 's/^library \([^,]*\).*/\1/p' "$probe_dir/mpirun" | sed 's/ Version:[[:space:]]*/ /;q')
+    case $ranks in
+    "0/2 1/2") return 0 ;;
+    "0/1 0/1") mpi_fault="mpirun -n 2 starts rank 0 of 1 twice" ;;
+    "") mpi_fault="mpirun -n 2 starts no rank; it said: $(head -n 3 "$probe_dir/mpirun" | paste -sd ' ' -)" ;;
+    *) mpi_fault="mpirun -n 2 starts the ranks '$ranks', wanted '0/2 1/2'" ;;
+    esac
+    return 1
+}
+
+# Chooses the first MPI that starts ranks: $mpi_cc, $mpi_launcher, $mpi_cflags, $mpi_libs, $mpirun (words),
+# $mpi_version. $mpi_refused: a line for each one before it.
+probe_mpi() {
+    mpi_refused='' tried=''
+    mpi_candidates >"$probe_dir/candidates"
+    while read -r mpi_cc mpi_launcher; do
+        mpi_cc=$(command -v "$mpi_cc") && mpi_launcher=$(command -v "$mpi_launcher") || continue
+        pair="$(readlink -f "$mpi_cc") $(readlink -f "$mpi_launcher")"
+        case "$tried" in *"<$pair>"*) continue ;; esac
+        tried="$tried<$pair>"
+        mpi_starts_two_ranks && return 0
+        mpi_refused="$mpi_refused${mpi_refused:+
+}$mpi_cc with $mpi_launcher: $mpi_fault"
+    done <"$probe_dir/candidates"
+    return 1
 }
 
 # The program prints NCCL's version as one number. $1: home of the CUDA toolkit, whose header nccl.h includes.

@@ -6,8 +6,8 @@
 #   sh scripts/setup.sh --check    only report; exit 1 if something is missing
 #   sh scripts/setup.sh --fuzz     clang as well, which `make test-full` builds its fuzz targets with
 #
-# A link test decides what is missing (probe.sh). Installing goes through apt-get, as root or by a sudo that does not
-# ask; for other package managers the line to run is printed.
+# A link test decides what is missing (probe.sh); an MPI must start two ranks as well. Installing goes through apt-get,
+# as root or by a sudo that does not ask; for other package managers the line to run is printed.
 set -u
 
 die() {
@@ -49,7 +49,12 @@ is_there() {
 packages_of() {
     case $1:$2 in
     apt-get:compiler) echo "gcc libc6-dev" ;; # libc6-dev: only recommended by gcc, and recommendations are left out
-    apt-get:mpi) echo "mpich libmpich-dev" ;;
+    apt-get:mpi)
+        case ${mpi_refused-} in
+        *"rank 0 of 1"*) echo "openmpi-bin libopenmpi-dev" ;; # the MPICH of Ubuntu 24.04 starts only such ranks
+        *) echo "mpich libmpich-dev" ;;
+        esac
+        ;;
     apt-get:cjson) echo "libcjson-dev" ;;
     apt-get:pcre2) echo "libpcre2-dev" ;;
     apt-get:cmocka) echo "libcmocka-dev" ;;
@@ -76,6 +81,11 @@ packages_missing() {
 }
 
 report() { printf 'setup: %-11s %s\n' "$(title_of "$1")" "$2"; }
+report_refused_mpi() { [ -z "$mpi_refused" ] || echo "$mpi_refused" | sed 's/^/setup: refused: /'; }
+report_mpi() {
+    report_refused_mpi
+    report mpi "$mpi_version ($mpi_cc); mpirun -n 2 starts ranks 0 and 1 of 2"
+}
 
 missing=
 for need in $needs; do
@@ -83,6 +93,7 @@ for need in $needs; do
 done
 if [ -z "$missing" ]; then
     echo "setup: all is there:$(for need in $needs; do printf ' %s' "$(title_of "$need")"; done | sed 's/ \([^ ]*\)$/ and \1/')"
+    report_mpi
     exit 0
 fi
 for need in $needs; do
@@ -91,7 +102,13 @@ for need in $needs; do
     *) report "$need" "found" ;;
     esac
 done
+report_refused_mpi
 "$check_only" && exit 1
+case "${MPI_HOME:+set}$missing " in
+*" compiler "*) ;; # without one there is no telling
+set*" mpi "*) die "found MPI_HOME=$MPI_HOME, wanted an MPI there that starts two ranks; unset it or name another
+    ${mpi_refused:-$MPI_HOME/bin has no mpicc and mpirun}" ;;
+esac
 
 for manager in apt-get dnf pacman brew none; do
     command -v "$manager" >/dev/null && break
@@ -99,8 +116,7 @@ done
 packages=$(packages_missing "$manager")
 case $manager in
 dnf) die "run this, then try again:
-    sudo dnf install $packages
-MPICH is found after 'module load mpi' in a new shell, or with MPI_HOME=/usr/lib64/mpich" ;;
+    sudo dnf install $packages" ;;
 pacman) die "run this, then try again:
     sudo pacman -S --needed $packages" ;;
 brew) die "run this, then try again (with CC=gcc-15 or the like, since Apple's compiler has no OpenMP):
@@ -129,20 +145,32 @@ apt_get() {
 
 last_lines_of_apt() { tail -n 8 "$probe_dir/apt" | sed 's/^/    /' >&2; }
 
-echo "setup: installing $packages"
 # One bad source among several fails the update, but what we need may well come from the others.
 apt_get update || {
     last_lines_of_apt
     echo "setup: apt-get update failed, its last lines are above; going on with the package lists there are" >&2
 }
-for need in $missing; do
-    packages=$(packages_of apt-get "$need")
+
+# Leaves what it installed for $1 in $packages.
+install() {
+    packages=$(packages_of apt-get "$1")
+    report "$1" "installing $packages"
     # shellcheck disable=SC2086
     apt_get install -y --no-install-recommends $packages || {
         last_lines_of_apt
         die "apt-get could not install $packages, its last lines are above (on Ubuntu it is in 'universe')"
     }
-    is_there "$need" || die "$packages installed, but the link test for $(title_of "$need") still fails;
-    look at CC, MPI_HOME and PATH: CC is '$CC', mpicc is '$(command -v "${mpi_bin}mpicc")'"
-    report "$need" "installed ($packages)"
+}
+
+for need in $missing; do
+    is_there "$need" && continue # all it lacked was one of those before
+    install "$need"
+    if [ "$need" = mpi ] && ! is_there mpi; then
+        report_refused_mpi
+        install mpi # another one now
+    fi
+    is_there "$need" || die "$packages installed, but the test for $(title_of "$need") still fails;
+    look at CC, MPI_HOME and PATH; CC is '$CC', MPI_HOME is '${MPI_HOME-}'"
+    report "$need" "found now"
 done
+report_mpi

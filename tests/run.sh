@@ -1,11 +1,13 @@
 #!/bin/sh
-# Runs cmocka programs one after the other: sh tests/run.sh PROGRAM...
+# Runs cmocka programs one after the other: sh tests/run.sh PROGRAM... A word RANKS:PROGRAM starts so many ranks of it
+# by $MPIRUN; the first of them prints the results, the others write to standard error only.
 #
 # One line per program, the output of those that fail, and `N passed, N failed` as the last line; exit 1 if any failed.
 # A program that crashes, hangs, stops early or has no test counts as one failure more.
 set -u
 
-limit=600 # seconds for one program
+limit=${TEST_SECONDS:-600} # for one program
+export CMOCKA_MESSAGE_OUTPUT=TAP
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT-5000}" # waiting threads spin briefly: see device_start in kernels/cpu/device.c
 
 if [ $# = 0 ]; then
@@ -14,8 +16,31 @@ if [ $# = 0 ]; then
 fi
 
 log=$(mktemp) || exit 1
-trap 'rm -f "$log"' EXIT
+trap 'rm -f "$log" "$log.errors"' EXIT
 trap 'kill "$!" 2>/dev/null; exit 130' INT TERM
+
+# Runs $1 until it ends or its time is up. What ranks say on standard error must not cut the first one's lines in two.
+run_program() {
+    case $1 in
+    *:*)
+        # One thread for each rank, as there may be more ranks than cores.
+        # shellcheck disable=SC2086
+        OMP_NUM_THREADS=${OMP_NUM_THREADS-1} exec timeout -k 10 "$limit" ${MPIRUN:-mpirun} -n "${1%%:*}" "${1#*:}" \
+            </dev/null >"$log" 2>"$log.errors"
+        ;;
+    *) exec timeout -k 10 "$limit" "$1" </dev/null >"$log" 2>&1 ;;
+    esac
+}
+
+# $1 as a person would say it.
+title_of() {
+    program=${1#*:}
+    case $1 in
+    1:*) echo "${program#build/} (1 rank)" ;;
+    *:*) echo "${program#build/} (${1%%:*} ranks)" ;;
+    *) echo "${program#build/}" ;;
+    esac
+}
 
 # Prints "planned passed failed skipped" of the TAP output on standard input. A program may run several groups, each
 # with its plan "1..N". cmocka before 2.0 marks a skipped test as "not ok 3 # SKIP name".
@@ -50,7 +75,8 @@ all_passed=0 all_failed=0 all_skipped=0
 for program; do
     start=$(date +%s)
     # In the background, since only `wait` lets a signal end this script at once.
-    CMOCKA_MESSAGE_OUTPUT=TAP timeout -k 10 "$limit" "$program" </dev/null >"$log" 2>&1 &
+    : >"$log.errors"
+    run_program "$program" &
     wait "$!"
     status=$?
     seconds=$(($(date +%s) - start))
@@ -61,11 +87,11 @@ for program; do
     problem=$(find_problem "$status" "$planned" "$((passed + failed + skipped))" "$failed")
     [ "$problem" ] && failed=$((failed + 1))
 
-    printf '%-28s %4d passed %4d failed' "${program#build/}" "$passed" "$failed"
+    printf '%-28s %4d passed %4d failed' "$(title_of "$program")" "$passed" "$failed"
     [ "$skipped" -gt 0 ] && printf ' %4d skipped' "$skipped"
     printf ' %4d s\n' "$seconds"
     if [ "$failed" -gt 0 ]; then
-        grep -av '^ok [0-9]' "$log" | sed 's/^/    /'
+        grep -av '^ok [0-9]' "$log" | cat - "$log.errors" | sed 's/^/    /'
         [ "$problem" ] && echo "    => $problem"
     fi
     all_passed=$((all_passed + passed)) all_failed=$((all_failed + failed)) all_skipped=$((all_skipped + skipped))
