@@ -110,7 +110,9 @@ void attention_backward(real *dq, real *dkv, real *dkr, int dkr_stride, const re
 void swiglu_forward(real *hidden, const real *gate_up, const accum *gates, const int *slot_of_row, int rows, int I);
 // d_gate_up [rows, 2I] from d_hidden [rows, I]; hidden [rows, I] is computed again for the down projection's weight
 // gradient. With gates: d_gates[slot_of_row[r]] = <d_hidden, silu(g) u>, taken before the weight, so that a zero
-// weight still gets its gradient; d_gates of slots without a row are not written. d_gates may be NULL when gates is.
+// weight still gets its gradient, and summed in chunks of GATE_GRADIENT_COLUMNS columns, whose sums are added in
+// ascending order; d_gates of slots without a row are not written. d_gates may be NULL when gates is.
+enum { GATE_GRADIENT_COLUMNS = 128 };
 void swiglu_backward(real *d_gate_up, real *hidden, accum *d_gates, const real *d_hidden, const real *gate_up,
                      const accum *gates, const int *slot_of_row, int rows, int I);
 
@@ -131,6 +133,10 @@ void router_score(accum *scores, const real *x, const real *w, int N, int E, int
 // tokens [N] or NULL: a token of -1 is masked and goes to no expert; its ids are -1, its gates 0.
 void router_select(int32_t *ids, accum *gates, const accum *scores, const accum *bias, const int32_t *tokens, int N,
                    struct router_shape shape);
+// The same gates for a choice that was made elsewhere. ids of masked tokens become -1; a token whose first id is -1 has
+// no expert, its gates are 0.
+void router_gates(int32_t *ids, accum *gates, const accum *scores, const int32_t *tokens, int N,
+                  struct router_shape shape);
 // counts[e] += number of ids equal to e, ids -1 not counted.   ids [N*K] as n entries   counts [E], 64-bit
 void router_count(int64_t *counts, const int32_t *ids, size_t n, int E);
 // Sequence-wise balance loss (V3 eq. 17 to 20): f_i = E/(K T) * tokens whose plain top-K of scores has i;
@@ -149,18 +155,31 @@ void router_backward(real *dx, accum *dw, accum *dz, const accum *d_gates, const
 // bias[e] += rate * sign(mean count - counts[e]), compared exactly in integers: sum_j counts_j - E counts_e.
 void router_update_bias(accum *bias, const int64_t *counts, int E, double rate);
 
-// ---- dispatch and combine on one device ----
+// ---- dispatch and combine ----
 
-// Stable placement of routes: rows are ordered by (expert, token, k).
-// offsets [E + 1] first row of each expert, offsets[E] the number of rows   row_of_slot [N*K], slot = token*K + k
-// slot_of_row [N*K]   Routes with id -1 are not placed: their row_of_slot is -1, and as many last rows have slot -1.
-void moe_place(int *offsets, int *slot_of_row, int *row_of_slot, const int32_t *ids, int N, int K, int E);
+// Stable placement of routes: rows are ordered by (order[expert], token, k); order [E] has every number below E once,
+// NULL stands for 0, 1, 2, ...
+// offsets [E + 1] first row of each expert in this order, offsets[E] the number of rows   row_of_slot [N*K], slot =
+// token*K + k   slot_of_row [N*K]   Routes with id -1 are not placed: their row_of_slot is -1, and as many last rows
+// have slot -1.
+void moe_place(int *offsets, int *slot_of_row, int *row_of_slot, const int32_t *ids, const int *order, int N, int K,
+               int E);
+// Rows arrive ordered by (source, expert) and are to be ordered by (expert, source), both times as they were within one
+// pair. counts[s * stride + e]: rows of expert e from source s, S sources, E experts. Numbers of rows, in both orders,
+// begin at first: arrival_of_row[first + i] is where the i-th row of the new order came in, row_of_arrival the inverse.
+void moe_regroup(int *arrival_of_row, int *row_of_arrival, const int *counts, int S, int stride, int E, int first);
+// out[i] = gates[index[i]], 0 where the index is -1.   out, index [n]
+void moe_gather_gates(accum *out, const accum *gates, const int *index, int n);
 // rows[r] = x[slot_of_row[r] / K]; a row whose slot is -1 becomes zeros.   rows [R, H]   x [N, H]
 void moe_gather(real *rows, const real *x, const int *slot_of_row, int R, int K, int H);
 // y = sum over k = 0..K-1 of rows[row_of_slot[t*K + k]], then + shared, then + residual (both may be NULL).
 // y [N, H]; slots with row -1 are skipped.
 void moe_combine(real *y, const real *rows, const int *row_of_slot, const real *shared, const real *residual, int N,
                  int K, int H);
+// The same where every slot has a row of its own: y = sum over k = 0..K-1 of slots[t*K + k], then + shared, then +
+// residual. Slots with id -1 are never read.   y [N, H]   slots [N*K, H]   ids [N, K]
+void moe_sum_slots(real *y, const real *slots, const int32_t *ids, const real *shared, const real *residual, int N,
+                   int K, int H);
 
 // ---- loss ----
 

@@ -126,7 +126,7 @@ static void bench_routing(const char *preset, const struct config *c, int tokens
     print_bytes(preset, "router balance", shape, (double)(N * E * sizeof(accum)), seconds);
     TIME(seconds, router_backward(y, w, dz, gates, scores, ids, f, 1e-6, x, w, B, T, H, s));
     print_flops(preset, "router backward", shape, 2 * flops, seconds);
-    TIME(seconds, moe_place(offsets, slot_of_row, row_of_slot, ids, tokens, K, E));
+    TIME(seconds, moe_place(offsets, slot_of_row, row_of_slot, ids, NULL, tokens, K, E));
     print_bytes(preset, "moe place", shape, 3.0 * (double)routes * sizeof(int), seconds);
     TIME(seconds, moe_gather(rows, x, slot_of_row, (int)routes, K, H));
     print_bytes(preset, "moe gather", shape, 2 * bytes, seconds);

@@ -507,6 +507,31 @@ static void test_swiglu_rows_have_the_same_bits_alone_and_with_any_threads(void 
     assert_same_bits("d_gates", d_gates1, d_gates, SLOTS * sizeof(accum));
 }
 
+// A kernel that works on tiles of columns gets the same bits: the whole row's gradient is the sum of those of its pieces.
+static void test_swiglu_gate_gradient_is_the_sum_of_chunks_of_columns(void **state) {
+    (void)state;
+    enum { I = 2 * GATE_GRADIENT_COLUMNS + 44 };
+    static const int slot = 0;
+    uint64_t seed = 345;
+    struct swiglu_case c = make_swiglu(1, I, &seed);
+    double gate = -0.75;
+    accum *gates = put_accum(&gate, 1), *d_gate = poisoned_accum(1), sum = 0;
+    real *hidden = poisoned_real(I), *d_gate_up = poisoned_real(2 * I);
+    int *slots = put_int(&slot, 1);
+    swiglu_backward(d_gate_up, hidden, d_gate, put_real(c.d_hidden, I), put_real(c.gate_up, 2 * I), gates, slots, 1, I);
+    for (int i = 0; i < I; i += GATE_GRADIENT_COLUMNS) {
+        int n = I - i < GATE_GRADIENT_COLUMNS ? I - i : GATE_GRADIENT_COLUMNS;
+        double *piece = host_doubles(2 * (size_t)n);
+        memcpy(piece, c.gate_up + i, sizeof(double) * (size_t)n);
+        memcpy(piece + n, c.gate_up + I + i, sizeof(double) * (size_t)n);
+        accum *part = poisoned_accum(1);
+        swiglu_backward(poisoned_real(2 * (size_t)n), poisoned_real((size_t)n), part,
+                        put_real(c.d_hidden + i, (size_t)n), put_real(piece, 2 * (size_t)n), gates, slots, 1, n);
+        sum += *(accum *)get_bytes(part, sizeof(accum));
+    }
+    assert_memory_equal(get_bytes(d_gate, sizeof(accum)), &sum, sizeof sum);
+}
+
 // ---- loss ----
 
 struct loss_case {
@@ -829,6 +854,7 @@ int main(void) {
         watched_test(test_swiglu_rows_without_a_slot_become_zeros_whatever_they_hold),
         watched_test(test_swiglu_of_large_inputs_is_finite_and_right),
         watched_test(test_swiglu_rows_have_the_same_bits_alone_and_with_any_threads),
+        watched_test(test_swiglu_gate_gradient_is_the_sum_of_chunks_of_columns),
         watched_test(test_cross_entropy_matches_fp64_and_central_differences),
         watched_test(test_cross_entropy_of_one_class_is_zero),
         watched_test(test_cross_entropy_of_large_logits_is_finite_and_right),

@@ -65,6 +65,7 @@ static void test_score_rows_have_the_same_bits_alone_and_with_any_threads(void *
 // ---- selection ----
 
 // One token each. Values are multiples of 1/64, so that sums with the bias are exact and ties are ties.
+// Ties go by number, so that a choice that is made again is the same one (Automodel issue 3325, Liger issue 1255).
 struct selection {
     const char *name;
     struct router_shape shape;
@@ -216,6 +217,30 @@ static void test_gates_use_scores_and_never_the_bias(void **state) {
     s.normalize = false;
     router_select(ids, gates, put_accum(scores, 4), put_accum(bias, 4), NULL, 1, s);
     assert_accum("gates without normalizing", gates, raw, 2, roundings(2));
+}
+
+// Gates of a choice made elsewhere are those of select for the same ids; a masked token loses its experts.
+static void test_gates_of_given_experts_are_those_of_the_selection(void **state) {
+    (void)state;
+    uint64_t seed = 424;
+    enum { N = 37, E = 16, K = 4 };
+    for (int normalize = 0; normalize <= 1; normalize++) {
+        struct router_shape s = {E, K, 1, 1, normalize, 2.5};
+        double *values = normals(N * E, 1, &seed);
+        for (int i = 0; i < N * E; i++) values[i] = (float)reference_sigmoid(values[i]);
+        accum *scores = put_accum(values, N * E), *bias = put_accum(host_doubles(E), E);
+        int tokens[N], *ids = poisoned_int(N * K), *all = poisoned_int(N * K);
+        accum *wanted = poisoned_accum(N * K), *gates = poisoned_accum(N * K);
+        for (int t = 0; t < N; t++) tokens[t] = t % 5 == 2 ? -1 : t;
+        router_select(all, wanted, scores, bias, NULL, N, s);
+        router_select(ids, wanted, scores, bias, put_int(tokens, N), N, s);
+        router_gates(all, gates, scores, put_int(tokens, N), N, s);
+        assert_same_bits("ids", all, ids, N * K * sizeof(int));
+        assert_same_bits("gates", gates, wanted, N * K * sizeof(accum));
+        router_gates(all, gates, scores, NULL, N, s); // tokens whose ids are -1 already
+        assert_same_bits("ids", all, ids, N * K * sizeof(int));
+        assert_same_bits("gates", gates, wanted, N * K * sizeof(accum));
+    }
 }
 
 static void test_gates_of_vanishing_scores_stay_finite(void **state) {
@@ -509,7 +534,7 @@ struct placement {
 
 static struct placement place(const int *ids, int N, int K, int E) {
     struct placement p = {poisoned_int(E + 1), poisoned_int((size_t)N * K), poisoned_int((size_t)N * K)};
-    moe_place(p.offsets, p.slot_of_row, p.row_of_slot, put_int(ids, (size_t)N * K), N, K, E);
+    moe_place(p.offsets, p.slot_of_row, p.row_of_slot, put_int(ids, (size_t)N * K), NULL, N, K, E);
     return p;
 }
 
@@ -558,6 +583,43 @@ static void test_place_matches_a_search_per_expert(void **state) {
     check_place(all_one, 6, 2, 5);
     check_place(none, 6, 2, 5);
     check_place(zero, 0, 2, 5); // no tokens: all offsets are 0
+}
+
+static void test_place_takes_experts_in_a_given_order(void **state) {
+    (void)state;
+    static const int ids[8] = {2, 0, 0, 3, 2, 3, -1, 0}, order[5] = {3, 0, 4, 1, 2};
+    int *offsets = poisoned_int(6), *slot_of_row = poisoned_int(8), *row_of_slot = poisoned_int(8);
+    moe_place(offsets, slot_of_row, row_of_slot, put_int(ids, 8), put_int(order, 5), 4, 2, 5);
+    assert_memory_equal(get_int(offsets, 6), ((int[]){0, 0, 2, 2, 5, 7}), 6 * sizeof(int));
+    assert_memory_equal(get_int(slot_of_row, 8), ((int[]){3, 5, 1, 2, 7, 0, 4, -1}), 8 * sizeof(int));
+    assert_memory_equal(get_int(row_of_slot, 8), ((int[]){5, 2, 3, 0, 6, 1, -1, 4}), 8 * sizeof(int));
+}
+
+// Three sources, of whose five experts the middle three are regrouped; rows are numbered from 10 on.
+static void test_regroup_brings_rows_from_the_order_of_sources_to_that_of_experts(void **state) {
+    (void)state;
+    static const int counts[15] = {9, 2, 0, 1, 9, 9, 0, 0, 0, 9, 9, 1, 0, 2, 9};
+    int *arrival_of_row = poisoned_int(16), *row_of_arrival = poisoned_int(16);
+    moe_regroup(arrival_of_row, row_of_arrival, put_int(counts, 15) + 1, 3, 5, 3, 10);
+    // Arrivals: source 0 has rows 10, 11 of the first and 12 of the last expert, source 2 13 of the first, 14, 15 of the last.
+    assert_memory_equal(get_int(arrival_of_row, 16) + 10, ((int[]){10, 11, 13, 12, 14, 15}), 6 * sizeof(int));
+    assert_memory_equal(get_int(row_of_arrival, 16) + 10, ((int[]){10, 11, 13, 12, 14, 15}), 6 * sizeof(int));
+    assert_memory_equal(get_int(arrival_of_row, 16), get_int(poisoned_int(10), 10), 10 * sizeof(int));
+    assert_memory_equal(get_int(row_of_arrival, 16), get_int(poisoned_int(10), 10), 10 * sizeof(int));
+    static const int shifted[4] = {1, 3, 1, 0}; // the two permutations differ
+    moe_regroup(arrival_of_row, row_of_arrival, put_int(shifted, 4), 2, 2, 2, 0);
+    assert_memory_equal(get_int(arrival_of_row, 5), ((int[]){0, 4, 1, 2, 3}), 5 * sizeof(int));
+    assert_memory_equal(get_int(row_of_arrival, 5), ((int[]){0, 2, 3, 4, 1}), 5 * sizeof(int));
+}
+
+static void test_gather_of_gates_gives_zero_for_no_slot(void **state) {
+    (void)state;
+    static const int index[5] = {2, -1, 0, 2, -1};
+    static const double gates[3] = {0.5, -1, 3};
+    accum *out = poisoned_accum(5);
+    moe_gather_gates(out, put_accum(gates, 3), put_int(index, 5), 5);
+    const double *found = get_accum(out, 5);
+    assert_true(found[0] == 3 && found[1] == 0 && found[2] == 0.5 && found[3] == 3 && found[4] == 0);
 }
 
 static void test_gather_copies_the_rows_of_tokens_and_zeros_for_no_slot(void **state) {
@@ -610,6 +672,35 @@ static void test_combine_adds_slots_then_shared_then_residual(void **state) {
     }
 }
 
+// The sum over slots is the same code: equal bits for rows that lie in the order of slots. Those of id -1 are poisoned.
+static void test_the_sum_over_slots_has_the_bits_of_combine(void **state) {
+    (void)state;
+    uint64_t seed = 455;
+    enum { N = 9, K = 3, E = 4, H = 70 };
+    int ids[N * K];
+    for (int i = 0; i < N * K; i++) ids[i] = i == 4 || i / K == 6 ? -1 : random_below(E, &seed);
+    struct placement p = place(ids, N, K, E);
+    const int *row_of_slot = get_int(p.row_of_slot, N * K);
+    real *slots = put_real(normals(N * K * H, 1, &seed), N * K * H), *rows = poisoned_real(N * K * H);
+    real *shared = put_real(normals(N * H, 1, &seed), N * H), *residual = put_real(normals(N * H, 1, &seed), N * H);
+    const real *poison = get_bytes(poisoned_real(H), H * sizeof(real));
+    for (int s = 0; s < N * K; s++) {
+        int row = row_of_slot[s];
+        if (row < 0)
+            device_copy_in(slots + s * H, poison, H * sizeof(real));
+        else
+            device_copy_in(rows + row * H, get_bytes(slots + s * H, H * sizeof(real)), H * sizeof(real));
+    }
+    for (int which = 0; which < 4; which++) {
+        real *y = poisoned_real(N * H), *combined = poisoned_real(N * H);
+        const real *s = which & 1 ? shared : NULL, *r = which & 2 ? residual : NULL;
+        moe_combine(combined, rows, p.row_of_slot, s, r, N, K, H);
+        moe_sum_slots(y, slots, put_int(ids, N * K), s, r, N, K, H);
+        assert_finite("y", get_real(y, N * H), N * H);
+        assert_same_bits("y", y, combined, N * H * sizeof(real));
+    }
+}
+
 // Dispatch and combine are transposes of each other: <combine(rows), y> = <rows, gather(y)>.
 static void test_gather_is_the_transpose_of_combine(void **state) {
     (void)state;
@@ -644,6 +735,7 @@ static void test_sizes_of_zero_do_nothing(void **state) {
     router_update_bias(a, counts, 0, 1);
     moe_gather(y, x, ids, 0, 2, 4);
     moe_combine(y, x, ids, x, x, 0, 2, 4);
+    moe_sum_slots(y, x, ids, x, x, 0, 2, 4);
     assert_poison("y", y, 16 * sizeof(real));
     assert_poison("a", a, 16 * sizeof(accum));
     assert_same_bits("ids", ids, before, 16 * sizeof(int));
@@ -658,6 +750,7 @@ int main(void) {
         watched_test(test_selection_gives_the_hand_written_answers),
         watched_test(test_selection_and_gates_match_the_reference_on_random_scores),
         watched_test(test_gates_use_scores_and_never_the_bias),
+        watched_test(test_gates_of_given_experts_are_those_of_the_selection),
         watched_test(test_gates_of_vanishing_scores_stay_finite),
         watched_test(test_counts_add_up_beyond_what_a_float_counts),
         watched_test(test_counts_of_many_ids_match_a_loop),
@@ -671,8 +764,12 @@ int main(void) {
         watched_test(test_router_gradient_has_the_same_bits_alone_and_with_any_threads),
         watched_test(test_place_orders_rows_by_expert_token_and_k),
         watched_test(test_place_matches_a_search_per_expert),
+        watched_test(test_place_takes_experts_in_a_given_order),
+        watched_test(test_regroup_brings_rows_from_the_order_of_sources_to_that_of_experts),
+        watched_test(test_gather_of_gates_gives_zero_for_no_slot),
         watched_test(test_gather_copies_the_rows_of_tokens_and_zeros_for_no_slot),
         watched_test(test_combine_adds_slots_then_shared_then_residual),
+        watched_test(test_the_sum_over_slots_has_the_bits_of_combine),
         watched_test(test_gather_is_the_transpose_of_combine),
         watched_test(test_sizes_of_zero_do_nothing),
     };

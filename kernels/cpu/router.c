@@ -93,6 +93,19 @@ void router_select(int32_t *ids, accum *gates, const accum *scores, const accum 
     }
 }
 
+void router_gates(int32_t *ids, accum *gates, const accum *scores, const int32_t *tokens, int N,
+                  struct router_shape shape) {
+    int E = shape.experts, K = shape.top_k;
+#pragma omp parallel for
+    for (int t = 0; t < N; t++) {
+        int32_t *chosen = ids + (size_t)t * K;
+        if (chosen[0] < 0 || (tokens && tokens[t] < 0))
+            select_nothing(chosen, gates + (size_t)t * K, K);
+        else
+            gates_from_scores(gates + (size_t)t * K, scores + (size_t)t * E, chosen, shape);
+    }
+}
+
 void router_count(int64_t *counts, const int32_t *ids, size_t n, int E) {
     (void)E;
     for (size_t i = 0; i < n; i++)
