@@ -1,0 +1,44 @@
+// What a worker did when, for --trace. Recording costs two readings of the clock and a store, and nothing when it is off.
+//
+// One recorder per rank. Every track (a worker thread, or the rank's own line of control) is written by one thread at a
+// time; a track that is full drops what follows and counts it. Track 0 is the rank's own, "step", and worker w has track
+// 1 + w. Workers add "pull", "push" (moving), "wait", and what they compute: "gate/up", "down", "d hidden", "d x", "d w2",
+// "d w13"; for the shared expert "shared gate/up" and so on.
+#ifndef MOK_KERNELS_TRACE_H
+#define MOK_KERNELS_TRACE_H
+
+#include "kernels/clock.h"
+#include "kernels/types.h"
+
+struct trace_event {
+    double begin, end; // clock_seconds
+    const char *name;  // static text
+    int block;         // model block (layer) it belongs to; -1: none
+    int expert;        // global number; -1: none, or the shared expert
+    int phase;         // minibatch of the pass, -1: none
+    int first_row;     // first row it worked on (of the schedule), -1: none
+    int bytes;         // moved between ranks, 0: none
+};
+
+struct trace_track {
+    char name[32]; // "worker 3", "step"
+    struct trace_event *events;
+    size_t count, capacity, dropped;
+};
+
+struct trace {
+    bool on;   // record
+    int block; // of the events that follow, for code that does not know the model
+    struct trace_track *tracks;
+    int track_count;
+};
+
+static inline void trace_add(struct trace *t, int track, struct trace_event event) {
+    struct trace_track *to = &t->tracks[track];
+    if (to->count == to->capacity)
+        to->dropped++;
+    else
+        to->events[to->count++] = event;
+}
+
+#endif
