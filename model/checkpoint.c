@@ -260,6 +260,37 @@ static bool read_trainer(struct checkpoint *c, const char *folder, char *error, 
     return read;
 }
 
+// ---- all ranks together ----
+
+// What a collective call begins with and puts back at its end.
+struct together {
+    struct spread spread;
+    struct sharding own; // where the caller has none
+    double timeout;
+};
+
+double checkpoint_seconds(uint64_t bytes) {
+    const double slow_disk = 10e6; // bytes per second
+    return 2 * (double)bytes / slow_disk;
+}
+
+static void together_begin(struct together *t, const struct checkpoint *c) {
+    const struct parallel *parallel = c->parallel ? c->parallel : &parallel_alone;
+    *t = (struct together){.spread = {c->config, c->params, parallel, c->sharding}, .timeout = comm_timeout()};
+    if (!c->sharding) {
+        sharding_build(&t->own, c->params, parallel);
+        t->spread.sharding = &t->own;
+    }
+    comm_set_timeout(t->timeout + checkpoint_seconds(checkpoint_bytes(c->config)));
+}
+
+// Waits for the last rank, still for long.
+static void together_end(struct together *t) {
+    comm_barrier(t->spread.parallel->world);
+    comm_set_timeout(t->timeout);
+    sharding_free(&t->own);
+}
+
 // ---- saving ----
 
 static bool write_config(const struct checkpoint *c, const char *folder, char *error, size_t error_size) {
@@ -276,16 +307,34 @@ static bool write_config(const struct checkpoint *c, const char *folder, char *e
     return written && (!c->tokenizer || tokenizer_write(c->tokenizer, folder, error, error_size));
 }
 
-static bool write_folder(const struct checkpoint *c, const char *folder, char *error, size_t error_size) {
-    struct shard_array model = {"", c->weights, NULL};
-    struct shard_array state[] = {{".master", NULL, c->master}, {".m", NULL, c->m}, {".v", NULL, c->v}};
+// The arrays of the model files and of the state files.
+enum { STATE_ARRAYS = 3 };
+static struct shard_array model_array(const struct checkpoint *c) { return (struct shard_array){"", c->weights, NULL}; }
+static void state_arrays(const struct checkpoint *c, struct shard_array arrays[STATE_ARRAYS]) {
+    arrays[0] = (struct shard_array){".master", NULL, c->master};
+    arrays[1] = (struct shard_array){".m", NULL, c->m};
+    arrays[2] = (struct shard_array){".v", NULL, c->v};
+}
+
+static bool write_folder(const struct checkpoint *c, const struct spread *spread, const char *folder, char *error,
+                         size_t error_size) {
+    struct shard_array model = model_array(c), state[STATE_ARRAYS];
+    state_arrays(c, state);
     if (mkdir(folder, 0777) != 0)
         return file_error(error, error_size, "%s: cannot create the folder: %s", folder, strerror(errno));
     return write_config(c, folder, error, error_size) &&
-           shards_write(folder, "model", c->config, c->params, &model, 1, c->bias, error, error_size) &&
+           shards_write(folder, "model", spread, &model, 1, c->bias, error, error_size) &&
            shards_write_index(folder, c->config, c->params, error, error_size) &&
-           shards_write(folder, "state", c->config, c->params, state, 3, NULL, error, error_size) &&
+           shards_write(folder, "state", spread, state, STATE_ARRAYS, NULL, error, error_size) &&
            write_trainer(c, folder, error, error_size) && file_sync(folder, error, error_size);
+}
+
+// What the other ranks do meanwhile.
+static void send_folder(const struct checkpoint *c, const struct spread *spread) {
+    struct shard_array model = model_array(c), state[STATE_ARRAYS];
+    state_arrays(c, state);
+    shards_send(spread, &model, 1);
+    shards_send(spread, state, STATE_ARRAYS);
 }
 
 // Moves the finished folder to its name. One that has the name already is moved aside, and back if this fails.
@@ -336,7 +385,8 @@ static void purge(const char *run_folder, int64_t saved, int keep) {
     if (count >= 0) free_entries(entries, count);
 }
 
-void checkpoint_save(const struct checkpoint *c, const char *run_folder, int keep) {
+// Rank 0's part of a save.
+static void write_step(const struct checkpoint *c, const struct spread *spread, const char *run_folder, int keep) {
     char name[STEP_NAME], folder[FILE_PATH], temporary[FILE_PATH], aside[FILE_PATH];
     char error[FILE_ERROR], later[FILE_ERROR];
     step_name(name, "", c->step);
@@ -351,8 +401,11 @@ void checkpoint_save(const struct checkpoint *c, const char *run_folder, int kee
     rename(aside, folder);
     bool saved = check_name_is_ours(folder, error, sizeof error) &&
                  file_remove_folder(temporary, error, sizeof error) && remove_aside(aside, error, sizeof error) &&
-                 write_folder(c, temporary, error, sizeof error) &&
-                 publish(temporary, folder, aside, error, sizeof error) && file_sync(run_folder, error, sizeof error);
+                 write_folder(c, spread, temporary, error, sizeof error);
+    if (saved) {
+        comm_barrier(spread->parallel->world); // nothing is published unless every rank has come this far
+        saved = publish(temporary, folder, aside, error, sizeof error) && file_sync(run_folder, error, sizeof error);
+    }
     if (!saved) {
         file_remove_folder(temporary, later, sizeof later);
         fail_internal("checkpoint",
@@ -362,6 +415,18 @@ void checkpoint_save(const struct checkpoint *c, const char *run_folder, int kee
     }
     if (!remove_aside(aside, error, sizeof error)) fail_warn("checkpoint", "%s", error);
     if (keep > 0) purge(run_folder, c->step, keep);
+}
+
+void checkpoint_save(const struct checkpoint *c, const char *run_folder, int keep) {
+    struct together t;
+    together_begin(&t, c);
+    if (t.spread.parallel->rank == 0) {
+        write_step(c, &t.spread, run_folder, keep);
+    } else {
+        send_folder(c, &t.spread);
+        comm_barrier(t.spread.parallel->world); // all is on disk, and rank 0 may publish it
+    }
+    together_end(&t);
 }
 
 static bool is_hidden(const char *name, const char *prefix) {
@@ -511,38 +576,95 @@ int checkpoint_trained_length(const char *folder) {
     return length;
 }
 
-void checkpoint_load_weights(const char *folder, struct checkpoint *c) {
-    char path[FILE_PATH], error[FILE_ERROR];
+// Rank 0 looks whether there is anything wrong in a folder, alone; then every rank opens it and reads its part.
+
+static bool check_weights(const char *folder, const struct checkpoint *c, char *error, size_t error_size) {
+    char path[FILE_PATH];
     file_path(path, folder, trainer_name);
     bool ours = access(path, F_OK) == 0; // else of other origin, without hashes
     struct shards model;
-    struct shard_array weights = {"", c->weights, c->master};
-    if ((ours && !check_files(folder, CHECK_WEIGHTS, error, sizeof error)) ||
-        !shards_open_index(&model, folder, error, sizeof error) ||
-        !shards_read(&model, c->params, &weights, 1, false, error, sizeof error) ||
-        !shards_read_bias(&model, c->config, c->bias, false, error, sizeof error) ||
-        !shards_check_used(&model, c->config, error, sizeof error))
-        fail_user("checkpoint", "cannot load weights: %s", error);
+    struct shard_array weights = model_array(c);
+    if ((ours && !check_files(folder, CHECK_WEIGHTS, error, error_size)) ||
+        !shards_open_index(&model, folder, error, error_size))
+        return false;
+    bool good = shards_check(&model, c->params, &weights, 1, false, error, error_size) &&
+                shards_check_bias(&model, c->config, false, error, error_size) &&
+                shards_check_used(&model, c->config, error, error_size);
     shards_close(&model);
+    return good;
+}
+
+static bool read_weights(const char *folder, const struct checkpoint *c, const struct spread *spread, char *error,
+                         size_t error_size) {
+    struct shards model;
+    struct shard_array weights = {"", c->weights, c->master};
+    if (!shards_open_index(&model, folder, error, error_size)) return false;
+    bool read = shards_read(&model, spread, &weights, 1, false, error, error_size) &&
+                shards_read_bias(&model, c->config, c->bias, false, error, error_size);
+    shards_close(&model);
+    return read;
+}
+
+void checkpoint_load_weights(const char *folder, struct checkpoint *c) {
+    char error[FILE_ERROR];
+    struct together t;
+    together_begin(&t, c);
+    if (t.spread.parallel->rank == 0 && !check_weights(folder, c, error, sizeof error))
+        fail_user("checkpoint", "cannot load weights: %s", error);
+    comm_barrier(t.spread.parallel->world);
+    if (!read_weights(folder, c, &t.spread, error, sizeof error))
+        fail_user("checkpoint", "cannot load weights: %s", error);
+    together_end(&t);
 }
 
 void checkpoint_load_progress(const char *folder, struct checkpoint *c) {
+    const struct parallel *parallel = c->parallel ? c->parallel : &parallel_alone;
     char error[FILE_ERROR];
-    if (!check_files(folder, CHECK_SIZES, error, sizeof error) || !read_trainer(c, folder, error, sizeof error))
+    bool read = parallel->rank > 0 ||
+                (check_files(folder, CHECK_SIZES, error, sizeof error) && read_trainer(c, folder, error, sizeof error));
+    if (read) comm_barrier(parallel->world);
+    if (!read || (parallel->rank > 0 && !read_trainer(c, folder, error, sizeof error)))
         fail_user("checkpoint", "cannot resume: %s", error);
+}
+
+static bool check_state(const char *folder, const struct checkpoint *c, char *error, size_t error_size) {
+    struct shards model, state;
+    struct shard_array arrays[STATE_ARRAYS];
+    state_arrays(c, arrays);
+    if (!check_files(folder, CHECK_BYTES, error, error_size) ||
+        !shards_open(&model, folder, "model", c->config, error, error_size))
+        return false;
+    bool good = shards_open(&state, folder, "state", c->config, error, error_size) &&
+                shards_check_bias(&model, c->config, true, error, error_size) &&
+                shards_check(&state, c->params, arrays, STATE_ARRAYS, true, error, error_size) &&
+                shards_check_used(&state, c->config, error, error_size);
+    shards_close(&model);
+    shards_close(&state);
+    return good;
+}
+
+static bool read_state(const char *folder, const struct checkpoint *c, const struct spread *spread, char *error,
+                       size_t error_size) {
+    struct shards model, state;
+    struct shard_array arrays[STATE_ARRAYS];
+    state_arrays(c, arrays);
+    arrays[0].weights = c->weights;
+    if (!shards_open(&model, folder, "model", c->config, error, error_size)) return false;
+    bool read = shards_open(&state, folder, "state", c->config, error, error_size) &&
+                shards_read_bias(&model, c->config, c->bias, true, error, error_size) &&
+                shards_read(&state, spread, arrays, STATE_ARRAYS, true, error, error_size);
+    shards_close(&model);
+    shards_close(&state);
+    return read;
 }
 
 void checkpoint_load_state(const char *folder, struct checkpoint *c) {
     char error[FILE_ERROR];
-    struct shards model, state;
-    struct shard_array arrays[] = {{".master", c->weights, c->master}, {".m", NULL, c->m}, {".v", NULL, c->v}};
-    if (!check_files(folder, CHECK_BYTES, error, sizeof error) ||
-        !shards_open(&model, folder, "model", c->config, error, sizeof error) ||
-        !shards_open(&state, folder, "state", c->config, error, sizeof error) ||
-        !shards_read_bias(&model, c->config, c->bias, true, error, sizeof error) ||
-        !shards_read(&state, c->params, arrays, 3, true, error, sizeof error) ||
-        !shards_check_used(&state, c->config, error, sizeof error))
+    struct together t;
+    together_begin(&t, c);
+    if (t.spread.parallel->rank == 0 && !check_state(folder, c, error, sizeof error))
         fail_user("checkpoint", "cannot resume: %s", error);
-    shards_close(&model);
-    shards_close(&state);
+    comm_barrier(t.spread.parallel->world);
+    if (!read_state(folder, c, &t.spread, error, sizeof error)) fail_user("checkpoint", "cannot resume: %s", error);
+    together_end(&t);
 }

@@ -11,6 +11,11 @@
 // Nothing in it tells time, path or number of ranks, so two saves of the same state are the same bytes. The masters are
 // authoritative. A folder is complete when trainer.json and every file it lists are there with their sizes; it is whole
 // when their hashes are right too. Whatever loads from a folder looks at the hashes first.
+//
+// Ranks that share a model save and load together, at any layout from any other. Rank 0 of the job writes all files; the
+// others give it their pieces tensor by tensor. Every rank reads the same folder, so it lies where all of them see it.
+// What is wrong with a folder rank 0 finds out, alone, while the others wait. They wait longer than for anything else:
+// comm_timeout and in addition checkpoint_seconds, which grows with the bytes, since a slow disk is no failure.
 #ifndef MOK_MODEL_CHECKPOINT_H
 #define MOK_MODEL_CHECKPOINT_H
 
@@ -21,6 +26,7 @@
 #include "kernels/types.h"
 #include "model/config.h"
 #include "model/params.h"
+#include "model/sharding.h"
 
 struct cJSON;
 
@@ -29,10 +35,13 @@ struct tokenizer;
 struct checkpoint {
     const struct config *config;
     const struct params *params;
-    // Device arrays as params lays them out, [params->size]. Loading weights skips those that are NULL.
+    const struct parallel *parallel; // NULL: this process has the whole model and no others, whatever MPI says
+    const struct sharding *sharding; // NULL: as sharding_build makes it
+    // Device arrays: this rank's weights as params lays them out, [params->size], and its shards of the rest,
+    // [sharding->size], which is the same when it has the whole model. Loading weights skips those that are NULL.
     real *weights;
     accum *master, *m, *v;
-    accum *bias;                     // [MoE blocks, experts] selection bias
+    accum *bias;                     // [MoE blocks, experts] selection bias, the same on all ranks
     int64_t step, sequences, tokens; // optimizer steps done, next global sequence, tokens seen
     uint64_t seed;
     struct cJSON *options;             // the run's resolved flags, kept as they are to compare on resume; may be NULL
@@ -40,10 +49,13 @@ struct checkpoint {
     const struct tokenizer *tokenizer; // saved beside the weights; NULL: none
 };
 
-// Writes run_folder/step-%08d through a hidden folder that is renamed once all of it is on disk, then removes all but
-// the newest keep complete checkpoints (0: keeps all; later steps than this one are never touched). Ends the program
-// (exit 1) when something cannot be written, with older checkpoints intact and the hidden folder removed.
+// Collective. Writes run_folder/step-%08d through a hidden folder that is renamed once all of it is on disk and every
+// rank is there, then removes all but the newest keep complete checkpoints (0: keeps all; later steps than this one are
+// never touched). Ends the program (exit 1) when something cannot be written, with older checkpoints intact and the hidden
+// folder removed. If a rank dies meanwhile, the hidden folder stays behind for checkpoint_mend or the next save.
 void checkpoint_save(const struct checkpoint *c, const char *run_folder, int keep);
+
+// ---- folders: for one rank ----
 
 // Removes every checkpoint of a run, complete or not, by exact name and nothing else. Ends the program (exit 2) when
 // one cannot be removed.
@@ -69,6 +81,10 @@ void checkpoint_find(const char *folder, char *path, size_t size);
 uint64_t checkpoint_bytes(const struct config *c);
 uint64_t checkpoint_bytes_on_disk(const char *run_folder);
 
+// Seconds that a slow disk takes to write or read so many bytes and to read them once more for their hashes: what other
+// ranks wait longer for one that does so.
+double checkpoint_seconds(uint64_t bytes);
+
 // The model's sizes. The training-only constants that config.json has no key for stay as they are.
 bool checkpoint_read_config(const char *folder, struct config *config, char *error, size_t error_size);
 
@@ -83,6 +99,8 @@ struct cJSON *checkpoint_read_options(const char *folder);
 // Tokens per sequence of the run that saved a checkpoint, from its options; 0 where there are none (a folder of other
 // origin).
 int checkpoint_trained_length(const char *folder);
+
+// ---- loading: collective if c->parallel says so ----
 
 // Weights and bias from any Hugging Face folder of this model, F32, F16 or BF16, in one file or many; masters get the
 // same values. MTP modules beyond config->mtp_depth are left out. Ends the program (exit 2) when a tensor is missing,

@@ -43,6 +43,7 @@ static struct param *append(struct params *p, int block, enum param_kind kind, c
     entry->decay = cols > 0;
     entry->kind = kind;
     entry->block = block;
+    entry->expert = -1;
     entry->offset = p->size;
     p->size += param_size(entry);
     return entry;
@@ -113,21 +114,40 @@ static void place_dense(struct params *p, const struct config *c, int block, str
     if (mtp) b->head_norm = place(p, block, PARAM_MTP, "shared_head.norm", c->hidden, 0);
 }
 
-static void place_experts(struct params *p, const struct config *c, int block, struct block_offsets *b) {
+// The tensors from list[first] on are expert e's; they take no room if it is not here.
+static void settle_expert(struct params *p, int first, int e, struct expert_range here) {
+    bool elsewhere = e < here.first || e >= here.end;
+    if (elsewhere) p->size = p->list[first].offset;
+    for (int i = first; i < p->count; i++) {
+        p->list[i].expert = e;
+        if (elsewhere) p->list[i].offset = PARAM_ELSEWHERE;
+    }
+}
+
+static void place_experts(struct params *p, const struct config *c, struct expert_range here, int block,
+                          struct block_offsets *b) {
     char name[32];
     b->expert_w13 = align_next(p);
     for (int e = 0; e < c->experts; e++) {
+        int first = p->count;
         snprintf(name, sizeof name, "mlp.experts.%d", e);
         append_gate_up(p, block, PARAM_EXPERT, name, c->expert_intermediate, c->hidden);
+        settle_expert(p, first, e, here);
     }
     b->expert_w2 = align_next(p);
     for (int e = 0; e < c->experts; e++) {
+        int first = p->count;
         snprintf(name, sizeof name, "mlp.experts.%d", e);
         append_down(p, block, PARAM_EXPERT, name, c->expert_intermediate, c->hidden);
+        settle_expert(p, first, e, here);
     }
 }
 
 void params_build(struct params *p, const struct config *c) {
+    params_build_share(p, c, (struct expert_range){0, c->experts});
+}
+
+void params_build_share(struct params *p, const struct config *c, struct expert_range experts) {
     // A block has at most 17 tensors besides its routed experts.
     size_t blocks = (size_t)config_blocks(c);
     size_t most = 3 + 17 * blocks + 3 * (size_t)c->experts * blocks;
@@ -140,7 +160,8 @@ void params_build(struct params *p, const struct config *c) {
     p->head = place(p, -1, PARAM_HEAD, "lm_head", c->vocab, c->hidden);
     for (int block = 0; block < config_blocks(c); block++) place_dense(p, c, block, &p->blocks[block]);
     p->dense_size = align_next(p);
-    for (int block = c->dense_layers; block < config_blocks(c); block++) place_experts(p, c, block, &p->blocks[block]);
+    for (int block = c->dense_layers; block < config_blocks(c); block++)
+        place_experts(p, c, experts, block, &p->blocks[block]);
     align_next(p);
 }
 

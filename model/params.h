@@ -33,8 +33,10 @@ struct param {
     bool decay;      // weight decay applies: matrices yes, norms no
     enum param_kind kind;
     int block;     // layer or MTP module it belongs to; -1 for embedding, head and the last norm
-    size_t offset; // first element in the flat arrays
+    int expert;    // routed expert it belongs to; -1 for none
+    size_t offset; // first element in the flat arrays; PARAM_ELSEWHERE: of an expert that another rank holds
 };
+#define PARAM_ELSEWHERE SIZE_MAX
 
 static inline size_t param_size(const struct param *p) { return (size_t)p->rows * (size_t)(p->cols ? p->cols : 1); }
 
@@ -44,24 +46,32 @@ struct block_offsets {
     size_t w13, w2;                          // dense FFN
     size_t router;                           // [E, H]
     size_t shared_w13, shared_w2;            // [2Sm, H], [Sm, H]
-    size_t expert_w13, expert_w2;            // [E, 2m, H], [E, m, H]
+    size_t expert_w13, expert_w2;            // [experts here, 2m, H], [experts here, m, H]
     size_t enorm, hnorm, eh_proj, head_norm; // MTP: [H], [H], [H, 2H], [H]
 };
 
 struct params {
-    struct param *list; // [count] in memory order
+    struct param *list; // [count] in memory order, if all of them were here
     int count;
-    size_t size;       // elements of each flat array, padding included
+    size_t size;       // elements of each flat array here, padding included
     size_t dense_size; // routed experts begin here
     size_t embedding, final_norm, head;
     struct block_offsets *blocks; // [config_blocks]
 };
 
+// Experts first .. end - 1.
+struct expert_range {
+    int first, end;
+};
+
 // Lays out the parameters of a valid configuration. Allocates the table only.
 void params_build(struct params *p, const struct config *c);
+// The same for a rank that holds some of the experts: the table has all tensors, those of other experts are
+// PARAM_ELSEWHERE. Dense tensors have the same offsets on every rank.
+void params_build_share(struct params *p, const struct config *c, struct expert_range experts);
 void params_free(struct params *p);
 
-// Parameters that exist, without padding.
+// Parameters that exist on all ranks together, without padding.
 size_t params_total(const struct params *p);
 
 // Elements of the largest tensor.

@@ -39,7 +39,7 @@ struct scratch {
 static struct scratch scratch_alloc(const struct params *p) {
     size_t most = params_largest(p);
     struct scratch s = {malloc(most * sizeof *s.memory), malloc(most * sizeof *s.file)};
-    if (!s.memory || !s.file) fail_internal("checkpoint", "no memory for two tensors of %zu elements", most);
+    if (!s.memory || !s.file) fail_internal("checkpoint", "found no memory for two tensors of %zu elements", most);
     return s;
 }
 
@@ -81,15 +81,51 @@ static struct safetensors_tensor *list_shard(int block, const struct config *c, 
     return list;
 }
 
-static bool append_param(struct safetensors_writer *w, const struct param *p, const struct shard_array *array,
-                         struct scratch *s, char *error, size_t error_size) {
-    size_t size = param_size(p);
-    if (array->weights)
-        device_real_to_float(s->memory, array->weights + p->offset, size);
-    else
-        device_accum_to_float(s->memory, array->values + p->offset, size);
-    params_export(s->file, s->memory, p);
-    return safetensors_append(w, s->file, size * sizeof *s->file, error, error_size);
+// One tensor of one array in memory's orientation, from all ranks that have something of it. The ranks of the first EP
+// group, which are called as their places in it, give the experts' weights.
+static void collect_param(const struct spread *spread, const struct layout *layout, int i,
+                          const struct shard_array *array, float *memory) {
+    const struct param *p = &spread->params->list[i];
+    const struct parallel *parallel = spread->parallel;
+    if (array->weights) {
+        if (layout->holders[i] > 0)
+            comm_receive(parallel->world, memory, param_size(p) * sizeof *memory, layout->holders[i]);
+        else
+            device_real_to_float(memory, array->weights + p->offset, param_size(p));
+        return;
+    }
+    for (int rank = 0; rank < parallel->ranks; rank++) {
+        struct piece piece = layout_piece(layout, spread->params, i, rank);
+        float *to = memory + piece.first;
+        if (piece.count && rank == 0) device_accum_to_float(to, array->values + piece.state, piece.count);
+        if (piece.count && rank > 0) comm_receive(parallel->world, to, piece.count * sizeof *to, rank);
+    }
+}
+
+// The other side of it: what rank 0 takes from this rank.
+static void send_param(const struct spread *spread, const struct param *p, const struct shard_array *array,
+                       float *memory) {
+    size_t count = 0;
+    if (array->weights && p->expert >= 0 && p->offset != PARAM_ELSEWHERE && spread->parallel->dp_rank == 0) {
+        count = param_size(p);
+        device_real_to_float(memory, array->weights + p->offset, count);
+    } else if (!array->weights) {
+        struct piece piece = sharding_piece(spread->sharding, p);
+        count = piece.count;
+        if (count) device_accum_to_float(memory, array->values + piece.state, count);
+    }
+    if (count) comm_send(spread->parallel->world, memory, count * sizeof *memory, 0);
+}
+
+void shards_send(const struct spread *spread, const struct shard_array *arrays, int array_count) {
+    const struct params *p = spread->params;
+    float *memory = malloc(params_largest(p) * sizeof *memory);
+    if (!memory) fail_internal("checkpoint", "found no memory for a tensor of %zu elements", params_largest(p));
+    for (int shard = 0; shard < shards_count(spread->config); shard++)
+        for (int i = 0; i < p->count; i++)
+            for (int a = 0; shard_of_block(p->list[i].block) == shard && a < array_count; a++)
+                send_param(spread, &p->list[i], &arrays[a], memory);
+    free(memory);
 }
 
 static bool append_bias(struct safetensors_writer *w, const accum *bias, int experts, char *error, size_t error_size) {
@@ -102,25 +138,44 @@ static bool append_bias(struct safetensors_writer *w, const accum *bias, int exp
     return written;
 }
 
-static bool write_shard(const char *path, int block, const struct config *c, const struct params *p,
-                        const struct shard_array *arrays, int array_count, const accum *bias, struct scratch *s,
-                        char *error, size_t error_size) {
+// What a writer needs besides the arrays.
+struct writing {
+    const struct spread *spread;
+    struct layout layout;
+    struct scratch scratch;
+};
+
+static bool append_params(struct safetensors_writer *file, struct writing *w, int block,
+                          const struct shard_array *arrays, int array_count, char *error, size_t error_size) {
+    const struct params *p = w->spread->params;
+    bool written = true;
+    for (int i = 0; written && i < p->count; i++)
+        for (int a = 0; written && p->list[i].block == block && a < array_count; a++) {
+            collect_param(w->spread, &w->layout, i, &arrays[a], w->scratch.memory);
+            params_export(w->scratch.file, w->scratch.memory, &p->list[i]);
+            size_t bytes = param_size(&p->list[i]) * sizeof *w->scratch.file;
+            written = safetensors_append(file, w->scratch.file, bytes, error, error_size);
+        }
+    return written;
+}
+
+static bool write_shard(const char *path, int block, struct writing *w, const struct shard_array *arrays,
+                        int array_count, const accum *bias, char *error, size_t error_size) {
+    const struct config *c = w->spread->config;
     bool with_bias = bias && block >= 0 && config_is_moe(c, block);
     int count;
-    struct safetensors_tensor *list = list_shard(block, c, p, arrays, array_count, with_bias, &count);
-    struct safetensors_writer w;
-    bool written = safetensors_begin(&w, path, list, count, error, error_size);
+    struct safetensors_tensor *list = list_shard(block, c, w->spread->params, arrays, array_count, with_bias, &count);
+    struct safetensors_writer file;
+    bool written = safetensors_begin(&file, path, list, count, error, error_size);
     if (written) {
-        for (int i = 0; written && i < p->count; i++)
-            for (int a = 0; written && p->list[i].block == block && a < array_count; a++)
-                written = append_param(&w, &p->list[i], &arrays[a], s, error, error_size);
+        written = append_params(&file, w, block, arrays, array_count, error, error_size);
         if (written && with_bias) {
             size_t row = (size_t)(block - c->dense_layers);
-            written = append_bias(&w, bias + row * (size_t)c->experts, c->experts, error, error_size);
+            written = append_bias(&file, bias + row * (size_t)c->experts, c->experts, error, error_size);
         }
         // After a failure the file is closed too, but the first line is the one that says why.
         char later[FILE_ERROR];
-        bool finished = safetensors_finish(&w, written ? error : later, written ? error_size : sizeof later);
+        bool finished = safetensors_finish(&file, written ? error : later, written ? error_size : sizeof later);
         written = written && finished;
     }
     for (int i = 0; i < count; i++) free((char *)list[i].name);
@@ -128,18 +183,20 @@ static bool write_shard(const char *path, int block, const struct config *c, con
     return written;
 }
 
-bool shards_write(const char *folder, const char *stem, const struct config *c, const struct params *p,
-                  const struct shard_array *arrays, int array_count, const accum *bias, char *error,
-                  size_t error_size) {
-    struct scratch s = scratch_alloc(p);
+bool shards_write(const char *folder, const char *stem, const struct spread *spread, const struct shard_array *arrays,
+                  int array_count, const accum *bias, char *error, size_t error_size) {
+    struct writing w = {.spread = spread, .scratch = scratch_alloc(spread->params)};
+    layout_build(&w.layout, spread->config, spread->params, spread->parallel);
     bool written = true;
-    for (int shard = 0; written && shard < shards_count(c); shard++) {
+    int count = shards_count(spread->config);
+    for (int shard = 0; written && shard < count; shard++) {
         char name[NAME], path[FILE_PATH];
-        shard_name(name, stem, shard, shards_count(c));
+        shard_name(name, stem, shard, count);
         file_path(path, folder, name);
-        written = write_shard(path, shard - 1, c, p, arrays, array_count, bias, &s, error, error_size);
+        written = write_shard(path, shard - 1, &w, arrays, array_count, bias, error, error_size);
     }
-    scratch_free(&s);
+    layout_free(&w.layout);
+    scratch_free(&w.scratch);
     return written;
 }
 
@@ -256,66 +313,62 @@ bool shards_have_module(struct shards *s, int block) {
     return find_tensor(s, name) != NULL;
 }
 
-// Reads a whole tensor of the wanted shape.
-static bool read_tensor(struct shards *s, const char *name, const uint64_t *shape, int rank, bool exact, float *out,
-                        char *error, size_t error_size) {
+// The tensor of that name, which s->last becomes the file of and which counts as used, if its shape and type are as wanted.
+static const struct safetensors_tensor *take_tensor(struct shards *s, const char *name, const uint64_t *shape, int rank,
+                                                    bool exact, char *error, size_t error_size) {
     const struct safetensors_tensor *t = find_tensor(s, name);
-    if (!t)
-        return file_error(error, error_size, "%s: tensor %s: found none, wanted one in %d file%s",
-                          s->count ? s->files[0].path : "checkpoint", name, s->count, s->count == 1 ? "" : "s");
+    if (!t) {
+        file_error(error, error_size, "%s: tensor %s: found none, wanted one in %d file%s",
+                   s->count ? s->files[0].path : "checkpoint", name, s->count, s->count == 1 ? "" : "s");
+        return NULL;
+    }
     const struct safetensors *file = &s->files[s->last];
     if (t->rank != rank || memcmp(t->shape, shape, (size_t)rank * sizeof *shape) != 0) {
         char found[256], wanted[64];
-        return file_error(error, error_size, "%s: tensor %s: found shape %s, wanted %s", file->path, name,
-                          safetensors_shape_text(found, sizeof found, t->shape, t->rank),
-                          safetensors_shape_text(wanted, sizeof wanted, shape, rank));
+        file_error(error, error_size, "%s: tensor %s: found shape %s, wanted %s", file->path, name,
+                   safetensors_shape_text(found, sizeof found, t->shape, t->rank),
+                   safetensors_shape_text(wanted, sizeof wanted, shape, rank));
+        return NULL;
     }
-    if (exact && t->type != SAFETENSORS_F32)
-        return file_error(error, error_size, "%s: tensor %s: found %s, wanted F32", file->path, name,
-                          safetensors_type_names[t->type]);
+    if (exact ? t->type != SAFETENSORS_F32 : t->type == SAFETENSORS_I64) {
+        file_error(error, error_size, "%s: tensor %s: found %s, wanted %s", file->path, name,
+                   safetensors_type_names[t->type], exact ? "F32" : "F32, F16 or BF16");
+        return NULL;
+    }
     s->used[s->last][t - file->list] = true;
-    uint64_t elements = shape[0] * (rank == 2 ? shape[1] : 1);
-    return safetensors_read_f32(file, t, 0, elements, out, error, error_size);
+    return t;
 }
 
-static bool read_param(struct shards *s, const struct param *p, const struct shard_array *array, bool exact,
-                       struct scratch *scratch, char *error, size_t error_size) {
+// The tensor of one parameter in one array.
+static const struct safetensors_tensor *take_param(struct shards *s, const struct param *p,
+                                                   const struct shard_array *array, bool exact, char *error,
+                                                   size_t error_size) {
     char name[NAME];
     uint64_t shape[2];
     int rank = param_shape(p, shape);
     snprintf(name, sizeof name, "%s%s", p->name, array->suffix);
-    if (!read_tensor(s, name, shape, rank, exact, scratch->file, error, error_size)) return false;
-    params_import(scratch->memory, scratch->file, p);
-    if (array->weights) device_real_from_float(array->weights + p->offset, scratch->memory, param_size(p));
-    if (array->values) device_accum_from_float(array->values + p->offset, scratch->memory, param_size(p));
+    return take_tensor(s, name, shape, rank, exact, error, error_size);
+}
+
+static const struct safetensors_tensor *take_bias(struct shards *s, const struct config *c, int block, bool exact,
+                                                  char *error, size_t error_size) {
+    char name[NAME];
+    bias_name(name, block);
+    return take_tensor(s, name, &(uint64_t){(uint64_t)c->experts}, 1, exact, error, error_size);
+}
+
+bool shards_check(struct shards *s, const struct params *p, const struct shard_array *arrays, int array_count,
+                  bool exact, char *error, size_t error_size) {
+    for (int i = 0; i < p->count; i++)
+        for (int a = 0; a < array_count; a++)
+            if (!take_param(s, &p->list[i], &arrays[a], exact, error, error_size)) return false;
     return true;
 }
 
-bool shards_read(struct shards *s, const struct params *p, const struct shard_array *arrays, int array_count,
-                 bool exact, char *error, size_t error_size) {
-    struct scratch scratch = scratch_alloc(p);
-    bool read = true;
-    for (int i = 0; read && i < p->count; i++)
-        for (int a = 0; read && a < array_count; a++)
-            read = read_param(s, &p->list[i], &arrays[a], exact, &scratch, error, error_size);
-    scratch_free(&scratch);
-    return read;
-}
-
-bool shards_read_bias(struct shards *s, const struct config *c, accum *bias, bool exact, char *error,
-                      size_t error_size) {
-    size_t experts = (size_t)c->experts;
-    float *row = malloc(experts * sizeof *row);
-    if (!row) fail_internal("checkpoint", "no memory for %zu biases", experts);
-    bool read = true;
-    for (int block = c->dense_layers; read && block < config_blocks(c); block++) {
-        char name[NAME];
-        bias_name(name, block);
-        read = read_tensor(s, name, &(uint64_t){experts}, 1, exact, row, error, error_size);
-        if (read) device_accum_from_float(bias + (size_t)(block - c->dense_layers) * experts, row, experts);
-    }
-    free(row);
-    return read;
+bool shards_check_bias(struct shards *s, const struct config *c, bool exact, char *error, size_t error_size) {
+    for (int block = c->dense_layers; block < config_blocks(c); block++)
+        if (!take_bias(s, c, block, exact, error, error_size)) return false;
+    return true;
 }
 
 static bool ends_with(const char *text, const char *end) {
@@ -347,4 +400,47 @@ bool shards_check_used(struct shards *s, const struct config *c, char *error, si
                                   s->files[i].path, name);
         }
     return true;
+}
+
+static bool read_param(struct shards *s, const struct spread *spread, const struct param *p,
+                       const struct shard_array *array, bool exact, struct scratch *scratch, char *error,
+                       size_t error_size) {
+    bool weights = array->weights && p->offset != PARAM_ELSEWHERE;
+    struct piece piece = {0};
+    if (array->values) piece = sharding_piece(spread->sharding, p);
+    if (!weights && !piece.count) return true;
+    const struct safetensors_tensor *t = take_param(s, p, array, exact, error, error_size);
+    if (!t || !safetensors_read_f32(&s->files[s->last], t, 0, param_size(p), scratch->file, error, error_size))
+        return false;
+    params_import(scratch->memory, scratch->file, p);
+    if (weights) device_real_from_float(array->weights + p->offset, scratch->memory, param_size(p));
+    if (piece.count) device_accum_from_float(array->values + piece.state, scratch->memory + piece.first, piece.count);
+    return true;
+}
+
+bool shards_read(struct shards *s, const struct spread *spread, const struct shard_array *arrays, int array_count,
+                 bool exact, char *error, size_t error_size) {
+    const struct params *p = spread->params;
+    struct scratch scratch = scratch_alloc(p);
+    bool read = true;
+    for (int i = 0; read && i < p->count; i++)
+        for (int a = 0; read && a < array_count; a++)
+            read = read_param(s, spread, &p->list[i], &arrays[a], exact, &scratch, error, error_size);
+    scratch_free(&scratch);
+    return read;
+}
+
+bool shards_read_bias(struct shards *s, const struct config *c, accum *bias, bool exact, char *error,
+                      size_t error_size) {
+    size_t experts = (size_t)c->experts;
+    float *row = malloc(experts * sizeof *row);
+    if (!row) fail_internal("checkpoint", "no memory for %zu biases", experts);
+    bool read = true;
+    for (int block = c->dense_layers; read && block < config_blocks(c); block++) {
+        const struct safetensors_tensor *t = take_bias(s, c, block, exact, error, error_size);
+        read = t && safetensors_read_f32(&s->files[s->last], t, 0, experts, row, error, error_size);
+        if (read) device_accum_from_float(bias + (size_t)(block - c->dense_layers) * experts, row, experts);
+    }
+    free(row);
+    return read;
 }

@@ -8,9 +8,18 @@
 #include "model/config.h"
 #include "model/params.h"
 #include "model/safetensors.h"
+#include "model/sharding.h"
 
-// A flat device array whose tensors are called NAME + suffix in a file. Writing takes weights, or values when weights
-// is NULL; reading fills both that are not NULL.
+// A model and this rank's part of it.
+struct spread {
+    const struct config *config;
+    const struct params *params;
+    const struct parallel *parallel;
+    const struct sharding *sharding;
+};
+
+// A flat device array whose tensors are called NAME + suffix in a file: weights [params->size] or values
+// [sharding->size]. Writing takes weights, or values when weights is NULL; reading fills both that are not NULL.
 struct shard_array {
     const char *suffix;
     real *weights;
@@ -19,16 +28,18 @@ struct shard_array {
 
 static inline int shards_count(const struct config *c) { return 1 + config_blocks(c); }
 
-// Writes folder/STEM-00001-of-000NN.safetensors and so on. bias [MoE blocks, experts] in device memory goes into the
-// files of the MoE blocks; NULL leaves it out.
-bool shards_write(const char *folder, const char *stem, const struct config *c, const struct params *p,
-                  const struct shard_array *arrays, int array_count, const accum *bias, char *error, size_t error_size);
+// Writes folder/STEM-00001-of-000NN.safetensors and so on, on rank 0 of the job, while every other rank gives it what it
+// lacks by shards_send with the same arrays: one tensor after the other, of which no rank ever has more than one in host
+// memory. bias [MoE blocks, experts] in device memory goes into the files of the MoE blocks; NULL leaves it out.
+bool shards_write(const char *folder, const char *stem, const struct spread *spread, const struct shard_array *arrays,
+                  int array_count, const accum *bias, char *error, size_t error_size);
+void shards_send(const struct spread *spread, const struct shard_array *arrays, int array_count);
 
 // Writes folder/model.safetensors.index.json: which file of stem "model" has which weight or bias.
 bool shards_write_index(const char *folder, const struct config *c, const struct params *p, char *error,
                         size_t error_size);
 
-// Several files read as one; used marks the tensors that something was loaded from.
+// Several files read as one; used marks the tensors that were asked for.
 struct shards {
     struct safetensors *files; // [count]
     bool **used;               // [count][tensors of the file]
@@ -46,13 +57,19 @@ void shards_close(struct shards *s);
 // Whether the files hold the MTP module of that block.
 bool shards_have_module(struct shards *s, int block);
 
-// Loads every tensor of the table into every array. exact refuses 16-bit types, which have lost bits.
-bool shards_read(struct shards *s, const struct params *p, const struct shard_array *arrays, int array_count,
+// Whether every tensor that reading would take from the files is there with its shape. exact refuses 16-bit types, which
+// have lost bits.
+bool shards_check(struct shards *s, const struct params *p, const struct shard_array *arrays, int array_count,
+                  bool exact, char *error, size_t error_size);
+bool shards_check_bias(struct shards *s, const struct config *c, bool exact, char *error, size_t error_size);
+// False when the files hold a tensor that none of these checks took. MTP modules beyond mtp_depth may be there, and what
+// is no parameter: copies of embedding and head beside an MTP module, rotary frequencies.
+bool shards_check_used(struct shards *s, const struct config *c, char *error, size_t error_size);
+
+// Loads this rank's part of every array, and of the files nothing else.
+bool shards_read(struct shards *s, const struct spread *spread, const struct shard_array *arrays, int array_count,
                  bool exact, char *error, size_t error_size);
 bool shards_read_bias(struct shards *s, const struct config *c, accum *bias, bool exact, char *error,
                       size_t error_size);
-// False when the files hold a tensor that nothing was loaded from. MTP modules beyond mtp_depth may be there, and what
-// is no parameter: copies of embedding and head beside an MTP module, rotary frequencies.
-bool shards_check_used(struct shards *s, const struct config *c, char *error, size_t error_size);
 
 #endif

@@ -381,9 +381,10 @@ static void one_bf16_file_of_another_program_loads_as_weights_but_is_no_state(vo
     // 16 bits are not what a run to be resumed has saved.
     struct shards files;
     struct shard_array weights = {"", a.c.weights, NULL};
+    struct spread whole = {&uneven, &a.params, &parallel_alone, NULL};
     char error[FILE_ERROR];
     assert_true(shards_open_index(&files, root, error, sizeof error));
-    assert_false(shards_read(&files, &a.params, &weights, 1, true, error, sizeof error));
+    assert_false(shards_read(&files, &whole, &weights, 1, true, error, sizeof error));
     assert_contains(error, "model.safetensors: tensor model.embed_tokens.weight: found BF16, wanted F32");
     assert_false(shards_read_bias(&files, &uneven, a.c.bias, true, error, sizeof error));
     assert_contains(error, "model.layers.1.mlp.gate.e_score_correction_bias: found BF16, wanted F32");

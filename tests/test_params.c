@@ -2,6 +2,7 @@
 #include "tests/configs.h"
 #include "tests/test.h"
 
+#include "model/parallel.h"
 #include "model/params.h"
 
 static const struct param *find(const struct params *p, const char *name) {
@@ -222,6 +223,88 @@ static void init_is_normal_for_matrices_and_one_for_norms(void **state) {
     params_free(&p);
 }
 
+// ---- ranks that hold some of the experts ----
+
+// Where the experts of a rank must lie: in the order of their numbers from the block's offset on.
+static void assert_contiguous(const struct params *p, const struct expert_range *here, int block) {
+    const size_t matrix = 9 * 24;
+    char name[96];
+    for (int e = here->first; e < here->end; e++) {
+        size_t place = (size_t)(e - here->first);
+        size_t w13 = p->blocks[block].expert_w13 + 2 * place * matrix, w2 = p->blocks[block].expert_w2 + place * matrix;
+        snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%d.gate_proj.weight", block, e);
+        assert_tensor(p, name, 9, 24, PARAM_EXPERT, block, w13);
+        snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%d.up_proj.weight", block, e);
+        assert_tensor(p, name, 9, 24, PARAM_EXPERT, block, w13 + matrix);
+        snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%d.down_proj.weight", block, e);
+        assert_tensor(p, name, 24, 9, PARAM_EXPERT, block, w2);
+    }
+}
+
+// A share against the whole table: the same tensors, those of the dense part at the same places, experts one behind the
+// other and inside the arrays. Adds one for every expert tensor that is here.
+static void assert_share(const struct params *share, const struct params *all, struct expert_range here, int *holders) {
+    size_t end = share->dense_size;
+    assert_true(share->count == all->count && share->dense_size == all->dense_size && share->size % 64 == 0);
+    assert_true(params_total(share) == params_total(all) && params_largest(share) == params_largest(all));
+    for (int i = 0; i < all->count; i++) {
+        const struct param *a = &all->list[i], *b = &share->list[i];
+        assert_string_equal(a->name, b->name);
+        assert_true(a->rows == b->rows && a->cols == b->cols && a->kind == b->kind && a->expert == b->expert);
+        assert_true((a->expert >= 0) == (a->kind == PARAM_EXPERT));
+        bool is_here = a->expert < 0 || (a->expert >= here.first && a->expert < here.end);
+        assert_true((b->offset != PARAM_ELSEWHERE) == is_here);
+        if (a->expert < 0) assert_int_equal(a->offset, b->offset);
+        if (a->expert < 0 || !is_here) continue;
+        assert_true(b->offset >= end && b->offset - end < 64);
+        end = b->offset + param_size(b);
+        holders[i]++;
+    }
+    assert_true(share->size >= end && share->size - end < 64);
+}
+
+static void ranks_hold_every_expert_once_and_all_the_rest(void **state) {
+    (void)state;
+    const int splits[][2] = {{6, 1}, {6, 2}, {6, 3}, {6, 4}, {6, 5}, {6, 6}, {7, 4}, {64, 6}, {1, 1}, {5, 2}};
+    for (size_t n = 0; n < sizeof splits / sizeof *splits; n++) {
+        struct config c = uneven;
+        c.experts = splits[n][0];
+        int ep = splits[n][1], next = 0;
+        struct params all;
+        params_build(&all, &c);
+        int *holders = calloc((size_t)all.count, sizeof *holders);
+        for (int rank = 0; rank < ep; rank++) {
+            struct parallel parallel = {.ep = ep, .ep_rank = rank};
+            struct expert_range here = parallel_experts(&parallel, c.experts);
+            struct params share;
+            assert_true(here.first == next && here.end > here.first);
+            assert_true(here.end - here.first <= (c.experts + ep - 1) / ep);
+            next = here.end;
+            params_build_share(&share, &c, here);
+            assert_share(&share, &all, here, holders);
+            for (int block = 1; block < 4; block++) assert_contiguous(&share, &here, block);
+            params_free(&share);
+        }
+        assert_int_equal(next, c.experts);
+        for (int i = 0; i < all.count; i++) assert_int_equal(holders[i], all.list[i].expert >= 0);
+        free(holders);
+        params_free(&all);
+    }
+}
+
+// The whole range is the whole table, to the last byte of it.
+static void one_rank_holds_what_there_is(void **state) {
+    (void)state;
+    struct params all, share;
+    params_build(&all, &uneven);
+    params_build_share(&share, &uneven, (struct expert_range){0, 6});
+    assert_true(all.count == share.count && all.size == share.size);
+    assert_memory_equal(all.list, share.list, (size_t)all.count * sizeof *all.list);
+    assert_memory_equal(all.blocks, share.blocks, 4 * sizeof *all.blocks);
+    params_free(&all);
+    params_free(&share);
+}
+
 static const struct config dsv3 = {
     .vocab = 129280,
     .hidden = 7168,
@@ -289,6 +372,8 @@ int main(void) {
         cmocka_unit_test(export_and_import_turn_down_projections_and_come_back),
         cmocka_unit_test(init_depends_on_name_and_seed_only),
         cmocka_unit_test(init_is_normal_for_matrices_and_one_for_norms),
+        cmocka_unit_test(ranks_hold_every_expert_once_and_all_the_rest),
+        cmocka_unit_test(one_rank_holds_what_there_is),
         cmocka_unit_test(published_models_have_their_published_sizes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

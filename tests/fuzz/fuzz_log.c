@@ -30,6 +30,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     char number[20] = "";
     memcpy(number, data, (size_t)(end - data));
     options_set_preset(&t.options, "tiny");
+    t.parallel = &parallel_alone;
     t.step = strtoll(number, NULL, 10);
     if (t.step < 1) return -1;
     size -= (size_t)(end - data) + 1;

@@ -27,7 +27,7 @@ static void count_sizes(struct options *o) {
     if (!o->model.vocab) o->model.vocab = 257;
     config_validate(&o->model);
     if ((int64_t)config_blocks(&o->model) * (1 + o->model.experts) > 4096) return;
-    plan_make(&plan, &o->model, o->batch, o->seq);
+    plan_make(&plan, o, &parallel_alone);
     // Weights, gradients, masters and two moments of 4 bytes; a double is not exact, the table is padded.
     fuzz_require(plan.total > 0 && (double)plan.total_bytes >= 0.999 * 20 * (plan.total + plan.mtp));
 }
@@ -43,7 +43,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             options_set_preset(&other, "tiny");
             other.model.mtp_depth = 2;
             if (o.from[0]) options_take_model(&o, &other.model, o.from, a.argc, a.argv);
-            options_settle(&o, a.argc, a.argv);
+            options_settle(&o, 2, a.argc, a.argv);
             check_round_trip(&o);
             count_sizes(&o);
         }

@@ -28,7 +28,7 @@ static void go_on(const struct cJSON *saved, int argc, char **argv) {
     fuzz_arm();
     if (setjmp(fuzz_stop) == 0) {
         options_parse(&o, argc, argv);
-        options_resume(&o, saved, "folder", argc, argv);
+        options_resume(&o, saved, "folder", 2, argc, argv);
         fuzz_require(o.batch > 0 && o.seq > 0 && o.warmup <= o.steps);
     }
     fuzz_disarm();

@@ -6,13 +6,16 @@
 #include "tests/fuzz/fuzz.h"
 
 static struct param list[] = {
-    {.name = "norm.weight", .rows = 4, .block = -1, .offset = 0},
-    {.name = "up.weight", .rows = 2, .cols = 3, .block = 0, .offset = 4},
-    {.name = "down.weight", .rows = 3, .cols = 2, .transposed = true, .block = 1, .offset = 10},
+    {.name = "norm.weight", .rows = 4, .block = -1, .expert = -1, .offset = 0},
+    {.name = "up.weight", .rows = 2, .cols = 3, .block = 0, .expert = -1, .offset = 4},
+    {.name = "down.weight", .rows = 3, .cols = 2, .transposed = true, .block = 1, .expert = -1, .offset = 10},
 };
 enum { SIZE = 16, EXPERTS = 2 };
 static const struct params table = {.list = list, .count = 3, .size = SIZE, .dense_size = SIZE};
 static const struct config config = {.layers = 2, .dense_layers = 1, .experts = EXPERTS}; // one MoE block, number 1
+
+static const struct sharding sharding = {.dense = {0, SIZE, 0}, .experts = {SIZE, SIZE, SIZE}, .size = SIZE};
+static const struct spread spread = {&config, &table, &parallel_alone, &sharding};
 
 // What was read has the shape of the table, and no file lies outside the folder.
 static void check_shapes(const struct shards *s, const char *folder) {
@@ -27,16 +30,20 @@ static void check_shapes(const struct shards *s, const char *folder) {
     }
 }
 
+// Nothing goes wrong where nothing was found wrong.
 static void read_all(struct shards *s, const char *folder) {
     char error[FILE_ERROR] = "";
     real *weights = calloc(SIZE, sizeof *weights);
     accum *values = calloc(SIZE, sizeof *values), *bias = calloc(EXPERTS, sizeof *bias);
     const struct shard_array arrays[] = {{"", weights, values}, {".m", NULL, values}};
     for (int exact = 0; exact < 2; exact++) {
-        bool read = shards_read(s, &table, arrays, 1 + exact, exact, error, sizeof error) &&
-                    shards_read_bias(s, &config, bias, exact, error, sizeof error) &&
-                    shards_check_used(s, &config, error, sizeof error);
-        if (!read) fuzz_check_error(error, sizeof error, s->count ? folder : "checkpoint");
+        bool good = shards_check(s, &table, arrays, 1 + exact, exact, error, sizeof error) &&
+                    shards_check_bias(s, &config, exact, error, sizeof error);
+        bool read = shards_read(s, &spread, arrays, 1 + exact, exact, error, sizeof error) &&
+                    shards_read_bias(s, &config, bias, exact, error, sizeof error);
+        fuzz_require(read == good);
+        bool used = good && shards_check_used(s, &config, error, sizeof error);
+        if (!used) fuzz_check_error(error, sizeof error, s->count ? folder : "checkpoint");
     }
     free(weights);
     free(values);
