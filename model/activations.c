@@ -13,23 +13,25 @@ enum {
     LOGIT_CHUNK_ROWS = 1024, // but never fewer rows than this: every chunk reads and writes the head's whole gradient
 };
 
-// Hands out pieces of the arena; with base NULL it only counts.
+// Hands out pieces of the arena and of the symmetric memory; with base NULL it only counts.
 struct layout {
-    char *base;
+    char *base, *symmetric_base;
+    bool symmetric; // there is symmetric memory
     struct activation_table *table;
 };
 
-static void *take(struct layout *l, const char *name, size_t count, size_t size) {
-    size_t bytes, total;
+static void *take(struct layout *l, const char *name, size_t count, size_t size, bool symmetric) {
+    size_t bytes, total, *taken = symmetric ? &l->table->symmetric_bytes : &l->table->bytes;
+    char *base = symmetric ? l->symmetric_base : l->base;
     if (__builtin_mul_overflow(count, size, &bytes) || __builtin_add_overflow(bytes, ALIGNMENT - 1, &bytes) ||
-        __builtin_add_overflow(l->table->bytes, bytes, &total))
+        __builtin_add_overflow(*taken, bytes, &total))
         fail_user("--batch",
                   "found an activation buffer %s that no memory can hold; lower --batch, --seq or the model's "
                   "sizes",
                   name);
     bytes = bytes / ALIGNMENT * ALIGNMENT;
-    void *piece = l->base ? l->base + l->table->bytes : NULL;
-    l->table->bytes += bytes;
+    void *piece = base ? base + *taken : NULL;
+    *taken += bytes;
     if (bytes == 0) return NULL;
     struct activation_row *row = NULL;
     for (int i = 0; i < l->table->count && !row; i++)
@@ -47,7 +49,10 @@ static void *take(struct layout *l, const char *name, size_t count, size_t size)
 }
 
 // A buffer named like the member it goes to.
-#define TAKE(owner, member, count) (owner)->member = take(l, #member, count, sizeof *(owner)->member)
+#define TAKE(owner, member, count) (owner)->member = take(l, #member, count, sizeof *(owner)->member, false)
+// One that other ranks reach, where there is symmetric memory.
+#define TAKE_SYMMETRIC(owner, member, count)                                                                           \
+    (owner)->member = take(l, #member, count, sizeof *(owner)->member, l->symmetric)
 
 static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
 
@@ -71,19 +76,17 @@ static void lay_out_ffn(struct layout *l, struct block_activations *b, const str
                         bool moe) {
     size_t H = (size_t)c->hidden, E = (size_t)c->experts, routes = N * (size_t)c->top_k;
     TAKE(b, middle, N * H);
-    TAKE(b, ffn_norm, N * H);
+    if (moe)
+        TAKE_SYMMETRIC(b, ffn_norm, N * H);
+    else
+        TAKE(b, ffn_norm, N * H);
     TAKE(b, ffn_rstd, N);
     TAKE(b, gate_up, N * 2 * (size_t)(moe ? config_shared_intermediate(c) : c->intermediate));
     if (!moe) return;
     TAKE(b, scores, N * E);
-    TAKE(b, ids, routes);
-    TAKE(b, gates, routes);
+    TAKE_SYMMETRIC(b, ids, routes);
+    TAKE_SYMMETRIC(b, gates, routes);
     TAKE(b, balance_f, batch * E);
-    TAKE(b, offsets, E + 1);
-    TAKE(b, slot_of_row, routes);
-    TAKE(b, row_of_slot, routes);
-    TAKE(b, rows, routes * H);
-    TAKE(b, expert_gate_up, routes * 2 * (size_t)c->expert_intermediate);
 }
 
 static void lay_out_mtp(struct layout *l, struct block_activations *b, const struct config *c, size_t N) {
@@ -113,8 +116,8 @@ static void lay_out_heads(struct layout *l, struct activations *a, const struct 
 static void lay_out_backward(struct layout *l, struct activations *a, const struct config *c, size_t N, size_t ffn,
                              bool any_moe) {
     size_t n = (size_t)c->heads, H = (size_t)c->hidden, rq = (size_t)c->q_rank, rk = (size_t)c->kv_rank;
-    size_t routes = any_moe ? N * (size_t)c->top_k : 0, m = (size_t)c->expert_intermediate;
-    TAKE(a, dx, N * H);
+    size_t routes = any_moe ? N * (size_t)c->top_k : 0;
+    TAKE_SYMMETRIC(a, dx, N * H);
     TAKE(a, d_norm, N * H);
     TAKE(a, d_q, N * n * (size_t)config_query_dim(c));
     TAKE(a, d_kv, N * n * (size_t)(c->nope_dim + c->value_dim));
@@ -125,10 +128,7 @@ static void lay_out_backward(struct layout *l, struct activations *a, const stru
     TAKE(a, d_q_a_norm, N * rq);
     TAKE(a, d_gate_up, N * 2 * ffn);
     TAKE(a, d_hidden, N * ffn);
-    TAKE(a, d_expert_gate_up, routes * 2 * m);
-    TAKE(a, d_expert_hidden, routes * m);
-    TAKE(a, d_rows, routes * H);
-    TAKE(a, d_gates, routes);
+    TAKE_SYMMETRIC(a, d_gates, routes);
     TAKE(a, d_scores, any_moe ? N * (size_t)c->experts : 0);
     TAKE(a, d_concat, c->mtp_depth ? N * 2 * H : 0);
 }
@@ -148,12 +148,10 @@ static void lay_out(struct layout *l, struct activations *a, const struct config
     lay_out_heads(l, a, c, N, training);
     TAKE(a, angles, (size_t)seq * (size_t)c->rope_dim);
     TAKE(a, balance, (size_t)(config_blocks(c) - c->dense_layers) * (size_t)batch);
-    size_t routes = any_moe ? N * (size_t)c->top_k : 0;
     size_t ffn = max_size(any_dense ? (size_t)c->intermediate : 0, any_moe ? (size_t)config_shared_intermediate(c) : 0);
     TAKE(a, ffn_hidden, N * ffn);
     TAKE(a, shared_out, any_moe && c->shared_experts ? N * H : 0);
-    TAKE(a, expert_hidden, routes * (size_t)c->expert_intermediate);
-    TAKE(a, expert_rows, routes * H);
+    TAKE_SYMMETRIC(a, slots, any_moe && l->symmetric ? N * (size_t)c->top_k * H : 0);
     if (training) lay_out_backward(l, a, c, N, ffn, any_moe);
 }
 
@@ -168,27 +166,24 @@ static void lists_free(struct activations *a) {
     free(a->heads);
 }
 
-void activations_tabulate(struct activation_table *table, const struct config *c, int batch, int seq, bool training) {
+void activations_tabulate(struct activation_table *table, const struct config *c, int batch, int seq, bool training,
+                          size_t header) {
     struct activations a = {0};
     lists_alloc(&a, c);
-    *table = (struct activation_table){0};
-    lay_out(&(struct layout){NULL, table}, &a, c, batch, seq, training);
+    *table = (struct activation_table){.symmetric_bytes = (header + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT};
+    lay_out(&(struct layout){NULL, NULL, header > 0, table}, &a, c, batch, seq, training);
     lists_free(&a);
 }
 
-size_t activations_bytes(const struct config *c, int batch, int seq) {
+void activations_alloc(struct activations *a, const struct config *c, int batch, int seq, bool training,
+                       struct comm *group, size_t header) {
     struct activation_table table;
-    activations_tabulate(&table, c, batch, seq, true);
-    return table.bytes;
-}
-
-void activations_alloc(struct activations *a, const struct config *c, int batch, int seq, bool training) {
-    struct activation_table table;
-    activations_tabulate(&table, c, batch, seq, training);
+    activations_tabulate(&table, c, batch, seq, training, header);
     *a = (struct activations){.arena = device_alloc(table.bytes), .bytes = table.bytes, .batch = batch, .seq = seq};
+    if (header) symm_alloc(&a->symm, group, table.symmetric_bytes);
     lists_alloc(a, c);
-    table = (struct activation_table){0};
-    lay_out(&(struct layout){a->arena, &table}, a, c, batch, seq, training);
+    table = (struct activation_table){.symmetric_bytes = (header + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT};
+    lay_out(&(struct layout){a->arena, a->symm.mine, header > 0, &table}, a, c, batch, seq, training);
 
     size_t count = (size_t)seq * (size_t)c->rope_dim;
     accum *angles = malloc(sizeof(accum) * count);
@@ -199,6 +194,7 @@ void activations_alloc(struct activations *a, const struct config *c, int batch,
 }
 
 void activations_free(struct activations *a) {
+    if (a->symm.mine) symm_free(&a->symm);
     device_free(a->arena);
     lists_free(a);
     *a = (struct activations){0};

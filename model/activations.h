@@ -1,7 +1,10 @@
-// Every buffer that a forward and backward pass needs, laid out by one table in one arena.
+// Every buffer that a forward and backward pass needs, laid out by one table; those of the routed experts are the MoE
+// layer's own (moe_alltoall.h, moe_mok.h). They lie in one arena, and those marked (s) in the rank's symmetric memory if the
+// layer wants one: other ranks of the EP group then reach them at the same place.
 #ifndef MOK_MODEL_ACTIVATIONS_H
 #define MOK_MODEL_ACTIVATIONS_H
 
+#include "kernels/comm.h"
 #include "kernels/types.h"
 #include "model/config.h"
 
@@ -22,19 +25,14 @@ struct block_activations {
     real *o;               // [N, n*dv]
     accum *lse;            // [B, n, T]
     // FFN
-    real *middle;         // [N, H] residual stream after attention
-    real *ffn_norm;       // [N, H]
-    accum *ffn_rstd;      // [N]
-    real *gate_up;        // [N, 2I] dense FFN, or [N, 2Sm] shared expert
-    accum *scores;        // [N, E]
-    int32_t *ids;         // [N, K]
-    accum *gates;         // [N, K]
-    accum *balance_f;     // [B, E]
-    int *offsets;         // [E + 1]
-    int *slot_of_row;     // [N*K]
-    int *row_of_slot;     // [N*K]
-    real *rows;           // [N*K, H] dispatched tokens
-    real *expert_gate_up; // [N*K, 2m]
+    real *middle;     // [N, H] residual stream after attention
+    real *ffn_norm;   // [N, H] (s) of a MoE block
+    accum *ffn_rstd;  // [N]
+    real *gate_up;    // [N, 2I] dense FFN, or [N, 2Sm] shared expert
+    accum *scores;    // [N, E]
+    int32_t *ids;     // [N, K] (s)
+    accum *gates;     // [N, K] (s)
+    accum *balance_f; // [B, E]
     // MTP module
     real *embedded;                     // [N, H] embedding of the token k ahead
     real *concat;                       // [N, 2H]: its norm, then the norm of the hidden state
@@ -52,7 +50,8 @@ struct head_activations {
 
 struct activations {
     void *arena;
-    size_t bytes;
+    size_t bytes;                     // of both
+    struct symm symm;                 // this layer's own header first; bytes 0: none
     int batch, seq;                   // capacity: at most batch sequences of at most seq tokens
     struct block_activations *blocks; // [config_blocks]
     struct head_activations *heads;   // [mtp_depth + 2]; the last one has ids only
@@ -63,20 +62,18 @@ struct activations {
     accum *losses;                    // [heads, N]
     accum *balance;                   // [MoE blocks, B]
     // used and used again by every block
-    real *ffn_hidden;    // [N, max(I, Sm)]
-    real *shared_out;    // [N, H]
-    real *expert_hidden; // [N*K, m]
-    real *expert_rows;   // [N*K, H]
+    real *ffn_hidden; // [N, max(I, Sm)]
+    real *shared_out; // [N, H]
+    real *slots;      // [N*K, H] (s) with symmetric memory only: every route's output, or input gradient
     // backward only
-    real *dx, *d_norm;          // [N, H]
+    real *dx;                   // [N, H] (s)
+    real *d_norm;               // [N, H]
     real *d_q, *d_kv, *d_o;     // like q, kv, o
     real *d_kv_a, *d_latent;    // like kv_a, latent
     real *d_q_a, *d_q_a_norm;   // like q_a
     real *d_gate_up, *d_hidden; // [N, 2 max(I, Sm)], [N, max(I, Sm)]
-    real *d_expert_gate_up;     // [N*K, 2m]
-    real *d_expert_hidden;      // [N*K, m]
-    real *d_rows;               // [N*K, H]
-    accum *d_gates, *d_scores;  // [N, K], [N, E]
+    accum *d_gates;             // [N, K] (s)
+    accum *d_scores;            // [N, E]
     real *d_concat;             // [N, 2H]
 };
 
@@ -90,15 +87,18 @@ struct activation_row {
 struct activation_table {
     struct activation_row rows[96];
     int count;
-    size_t bytes; // of the arena, alignment included
+    size_t bytes;           // of the arena, alignment included
+    size_t symmetric_bytes; // of the symmetric memory
 };
 
-// Sizes without allocating. training false leaves out what only the backward pass needs.
-void activations_tabulate(struct activation_table *table, const struct config *c, int batch, int seq, bool training);
-size_t activations_bytes(const struct config *c, int batch, int seq);
+// Sizes without allocating. training false leaves out what only the backward pass needs. header: bytes at the beginning of
+// the symmetric memory for the MoE layer's own use; 0: no symmetric memory.
+void activations_tabulate(struct activation_table *table, const struct config *c, int batch, int seq, bool training,
+                          size_t header);
 
-// Allocates the arena and fills in the rotary angles.
-void activations_alloc(struct activations *a, const struct config *c, int batch, int seq, bool training);
+// Allocates everything and fills in the rotary angles. With a header collective over group.
+void activations_alloc(struct activations *a, const struct config *c, int batch, int seq, bool training,
+                       struct comm *group, size_t header);
 void activations_free(struct activations *a);
 
 #endif

@@ -1,6 +1,7 @@
 #include "model/ffn.h"
 
 #include "model/moe.h"
+#include "model/route.h"
 
 static void dense_forward(struct model *m, int block, real *out, int N) {
     const struct block_offsets *w = &m->params.blocks[block];
@@ -24,17 +25,30 @@ static void dense_backward(struct model *m, int block, real *d_norm, const real 
     matmul_nn(d_norm, s->d_gate_up, m->weights + w->w13, N, H, 2 * I, NULL);
 }
 
+// ids and gates from scores: by the router's choice, or forced.
+static void choose(struct model *m, int block, const int32_t *tokens, int N) {
+    const struct block_activations *a = &m->acts.blocks[block];
+    struct router_shape shape = model_router_shape(&m->config);
+    if (m->moe.route == ROUTE_LEARNED) {
+        router_select(a->ids, a->gates, a->scores, model_bias(m, block), tokens, N, shape);
+        return;
+    }
+    struct route_place place = {m->seed, m->step, block};
+    route_fill(m->routes, m->moe.route, place, m->first_token, N, shape.experts, shape.top_k);
+    device_copy_in(a->ids, m->routes, sizeof(int32_t) * (size_t)N * (size_t)shape.top_k);
+    router_gates(a->ids, a->gates, a->scores, tokens, N, shape);
+}
+
 // Scores, choice, gates and balance losses of one block.
 static void route(struct model *m, int block, const int32_t *tokens, int B, int T, bool count) {
     const struct config *c = &m->config;
     const struct block_activations *a = &m->acts.blocks[block];
-    struct router_shape shape = model_router_shape(c);
     int N = B * T;
     router_score(a->scores, a->ffn_norm, m->weights + m->params.blocks[block].router, N, c->experts, c->hidden);
-    router_select(a->ids, a->gates, a->scores, model_bias(m, block), tokens, N, shape);
+    choose(m, block, tokens, N);
     if (count) router_count(model_counts(m, block), a->ids, (size_t)N * (size_t)c->top_k, c->experts);
     accum *losses = m->acts.balance + (size_t)(block - c->dense_layers) * (size_t)B;
-    router_balance(a->balance_f, losses, a->scores, tokens, B, T, shape);
+    router_balance(a->balance_f, losses, a->scores, tokens, B, T, model_router_shape(c));
 }
 
 void ffn_forward(struct model *m, int block, real *out, const int32_t *tokens, int B, int T, bool count) {

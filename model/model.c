@@ -6,20 +6,29 @@
 #include "kernels/fail.h"
 #include "model/ffn.h"
 #include "model/mla.h"
+#include "model/moe.h"
 
-void model_open(struct model *m, const struct config *c, int batch, int seq, bool training) {
-    *m = (struct model){.config = *c};
-    params_build(&m->params, c);
+void model_open(struct model *m, const struct config *c, int batch, int seq, bool training,
+                const struct parallel *parallel, const struct moe_settings *moe) {
+    *m = (struct model){.config = *c, .parallel = parallel ? parallel : &parallel_alone};
+    if (moe) m->moe = *moe;
+    params_build_share(&m->params, c, parallel_experts(m->parallel, c->experts));
     m->weights = device_alloc(sizeof(real) * m->params.size);
     if (training) m->grads = device_alloc(sizeof(accum) * m->params.size);
     m->bias = device_alloc(sizeof(accum) * model_bias_size(c));
     m->counts = device_alloc(sizeof(int64_t) * model_bias_size(c));
-    activations_alloc(&m->acts, c, batch, seq, training);
+    activations_alloc(&m->acts, c, batch, seq, training, m->parallel->group,
+                      moe_header_bytes(c, &m->moe, m->parallel->ep));
     m->ids = malloc(sizeof *m->ids * (size_t)batch * (size_t)seq);
-    if (!m->ids) fail_internal("model", "found no memory for %d x %d tokens", batch, seq);
+    bool forced = m->moe.route != ROUTE_LEARNED && model_moe_blocks(c) > 0;
+    if (forced) m->routes = malloc(sizeof *m->routes * (size_t)batch * (size_t)seq * (size_t)c->top_k);
+    if (!m->ids || (forced && !m->routes)) fail_internal("model", "found no memory for %d x %d tokens", batch, seq);
+    moe_open(m);
 }
 
 void model_close(struct model *m) {
+    moe_close(m);
+    free(m->routes);
     free(m->ids);
     activations_free(&m->acts);
     device_free(m->counts);
@@ -49,6 +58,7 @@ static void load_tokens(struct model *m, struct batch batch) {
     if (batch.T > a->seq || batch.B > a->batch)
         fail_internal("model", "found a batch of %d x %d tokens, wanted at most %d x %d", batch.B, batch.T, a->batch,
                       a->seq);
+    m->first_token = batch.first * batch.T;
     size_t row = sizeof(int32_t) * (size_t)batch.T;
     for (int k = 0; k <= D + 1; k++) {
         for (int b = 0; b < batch.B; b++)
@@ -202,6 +212,7 @@ void model_logits(struct model *m, const int32_t *tokens, int T, int first, floa
     int H = m->config.hidden, V = m->config.vocab;
     if (T > a->seq) fail_internal("model", "found a sequence of %d tokens, wanted at most %d", T, a->seq);
     device_copy_in(a->heads[0].ids, tokens, sizeof(int32_t) * (size_t)T);
+    m->first_token = 0;
     layers_forward(m, 1, T, false);
     for (int row = first; row < T; row += a->logit_rows) {
         int rows = T - row < a->logit_rows ? T - row : a->logit_rows;

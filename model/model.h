@@ -9,22 +9,36 @@
 #include "kernels/kernels.h"
 #include "model/activations.h"
 #include "model/config.h"
+#include "model/moe_settings.h"
+#include "model/parallel.h"
 #include "model/params.h"
 
 struct model {
     struct config config;
-    struct params params;
-    real *weights;   // [params.size]
-    accum *grads;    // [params.size], NULL without training
-    accum *bias;     // [MoE blocks, E] selection bias
-    int64_t *counts; // [MoE blocks, E] routes since the counts were zeroed
+    const struct parallel *parallel;
+    struct moe_settings moe;
+    struct params params; // all dense tensors and this rank's experts
+    real *weights;        // [params.size]
+    accum *grads;         // [params.size], NULL without training
+    bool first_use;       // the next backward pass is the first of its step: experts' gradients are stored, not added
+    accum *bias;          // [MoE blocks, E] selection bias
+    int64_t *counts;      // [MoE blocks, E] this rank's routes since the counts were zeroed
+    int64_t step;         // optimizer steps taken, and the run's seed: forced routes depend on both
+    uint64_t seed;
     struct activations acts;
-    int32_t *ids; // host [N], tokens on their way to the device
+    // memory of the MoE layers: of the kind that is used; both NULL without MoE blocks
+    struct moe_alltoall *alltoall;
+    struct moe_mok *mok;
+    struct trace *trace; // records what happens when; NULL: nobody does
+    int32_t *ids;        // host [N], tokens on their way to the device
+    int64_t first_token; // of the micro-batch in work, counted over the global batch of the step
+    int32_t *routes;     // host [N, K] forced routes on their way to the device, NULL when the router chooses
 };
 
 // Allocates everything for micro-batches of at most batch sequences of at most seq tokens. Weights are zero until they
-// are set.
-void model_open(struct model *m, const struct config *c, int batch, int seq, bool training);
+// are set. Collective over the EP group of parallel, which must outlive the model; NULL: alone. moe NULL: the defaults.
+void model_open(struct model *m, const struct config *c, int batch, int seq, bool training,
+                const struct parallel *parallel, const struct moe_settings *moe);
 void model_close(struct model *m);
 
 static inline int model_moe_blocks(const struct config *c) {
@@ -42,10 +56,11 @@ static inline int64_t *model_counts(const struct model *m, int block) {
 }
 struct router_shape model_router_shape(const struct config *c);
 
-// One micro-batch in host memory.
+// One micro-batch in host memory. B = 0: this rank has no tokens; it takes part for the others of its EP group.
 struct batch {
     const int32_t *tokens; // [B, T + 1 + D]
     int B, T;
+    int64_t first; // place of its first sequence among those of the step, of all ranks
 };
 
 // What the losses of a whole optimizer step are divided by: sums over all its micro-batches and ranks.
@@ -73,6 +88,7 @@ void model_score(struct model *m, struct batch batch, float *losses);
 struct losses model_gradient(struct model *m, struct batch batch, const struct step_totals *totals);
 
 // Logits of positions first..T-1 of one sequence of T tokens. tokens (host) [T]   logits (host) [T - first, V]
+// T = 0: this rank has none and takes part for the others of its EP group.
 void model_logits(struct model *m, const int32_t *tokens, int T, int first, float *logits);
 
 #endif

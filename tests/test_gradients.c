@@ -36,7 +36,7 @@ static void open_problem(struct problem *p, struct config c, int sequences, int 
     c.vocab = 31;
     c.balance_alpha = 0.3;
     c.mtp_weight = 0.3;
-    model_open(&p->model, &c, sequences, length, true);
+    model_open(&p->model, &c, sequences, length, true, NULL, NULL);
     for (int i = 0; i < p->model.params.count; i++) {
         const struct param *t = &p->model.params.list[i];
         double std = t->cols ? 1.2 / sqrt(t->cols) : 0.3;
@@ -49,7 +49,7 @@ static void open_problem(struct problem *p, struct config c, int sequences, int 
     p->tokens = malloc(sizeof(int32_t) * (size_t)count);
     for (int i = 0; i < count; i++) p->tokens[i] = (int32_t)(test_uniform(&seed) * c.vocab);
     p->tokens[columns - 1] = p->tokens[count - columns + 3] = -1;
-    p->batch = (struct batch){p->tokens, sequences, length};
+    p->batch = (struct batch){p->tokens, sequences, length, 0};
     model_add_totals(&p->totals, &c, p->batch);
 }
 

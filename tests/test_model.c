@@ -20,7 +20,7 @@ static struct config unit_without_mtp(void) {
 
 static void open_model(struct model *m, const struct config *c, int batch, int seq) {
     config_validate(c);
-    model_open(m, c, batch, seq, true);
+    model_open(m, c, batch, seq, true, NULL, NULL);
     init_weights(m->weights, &m->params, 0.15, 1);
 }
 
@@ -85,7 +85,7 @@ static void micro_batches_with_unequal_targets_give_the_mean_over_all_targets(vo
     open_model(&m, &c, 2, T);
     int32_t *tokens = random_tokens(2, T + 1, c.vocab, 2);
     for (int t = 2; t <= T; t++) tokens[t] = -1; // one target is left in the first sequence
-    struct batch both = {tokens, 2, T}, first = {tokens, 1, T}, second = {tokens + T + 1, 1, T};
+    struct batch both = {tokens, 2, T, 0}, first = {tokens, 1, T, 0}, second = {tokens + T + 1, 1, T, 0};
     struct step_totals totals = totals_of(&m, both), of_first = totals_of(&m, first), of_second = totals_of(&m, second);
     assert_int_equal(of_first.targets[0], 1);
     assert_int_equal(of_second.targets[0], T);
@@ -121,7 +121,7 @@ static void batch_without_any_target_has_gradient_zero(void **state) {
     open_model(&m, &c, 1, LENGTH);
     int32_t tokens[LENGTH + 2];
     for (int t = 0; t < LENGTH + 2; t++) tokens[t] = t == 0 ? 5 : -1;
-    struct batch batch = {tokens, 1, LENGTH};
+    struct batch batch = {tokens, 1, LENGTH, 0};
     struct step_totals totals = totals_of(&m, batch);
     assert_int_equal(totals.targets[0], 0);
     struct losses sums = gradient_of(&m, batch, &totals);
@@ -173,9 +173,9 @@ static void loss_of_a_sequence_does_not_depend_on_the_others(void **state) {
     open_model(&m, &c, SEQUENCES, LENGTH);
     int columns = LENGTH + 2;
     int32_t *tokens = random_tokens(SEQUENCES, columns, c.vocab, 4);
-    struct losses all = model_evaluate(&m, (struct batch){tokens, SEQUENCES, LENGTH}), sums = {0};
+    struct losses all = model_evaluate(&m, (struct batch){tokens, SEQUENCES, LENGTH, 0}), sums = {0};
     for (int b = 0; b < SEQUENCES; b++) {
-        struct losses one = model_evaluate(&m, (struct batch){tokens + b * columns, 1, LENGTH});
+        struct losses one = model_evaluate(&m, (struct batch){tokens + b * columns, 1, LENGTH, 0});
         for (int k = 0; k <= 1; k++) sums.cross_entropy[k] += one.cross_entropy[k];
         sums.balance += one.balance;
     }
@@ -195,7 +195,7 @@ static void pieces_of_logits_change_nothing(void **state) {
     struct model m;
     open_model(&m, &c, SEQUENCES, LENGTH);
     int32_t *tokens = random_tokens(SEQUENCES, LENGTH + 2, c.vocab, 5);
-    struct batch batch = {tokens, SEQUENCES, LENGTH};
+    struct batch batch = {tokens, SEQUENCES, LENGTH, 0};
     struct step_totals totals = totals_of(&m, batch);
     size_t V = (size_t)c.vocab;
     float *whole = malloc(sizeof(float) * LENGTH * V), *pieces = malloc(sizeof(float) * LENGTH * V);
@@ -228,7 +228,7 @@ static void gradients_are_added_to_what_is_there(void **state) {
     struct model m;
     open_model(&m, &c, SEQUENCES, LENGTH);
     int32_t *tokens = random_tokens(SEQUENCES, LENGTH + 2, c.vocab, 6);
-    struct batch batch = {tokens, SEQUENCES, LENGTH};
+    struct batch batch = {tokens, SEQUENCES, LENGTH, 0};
     struct step_totals totals = totals_of(&m, batch);
     gradient_of(&m, batch, &totals);
     accum *doubled = copy_grads(&m);
@@ -260,7 +260,7 @@ static void check_idle_experts(const struct config *c, float push, int at_least_
     for (int block = c->dense_layers; block < config_blocks(c); block++)
         for (int e = 0; e < c->top_k; e++) model_bias(&m, block)[e] = push;
     int32_t *tokens = random_tokens(1, T + 1 + c->mtp_depth, c->vocab, 7);
-    struct batch batch = {tokens, 1, T};
+    struct batch batch = {tokens, 1, T, 0};
     struct step_totals totals = totals_of(&m, batch);
     struct losses wanted = gradient_of(&m, batch, &totals);
     accum *clean = copy_grads(&m);
@@ -313,7 +313,7 @@ static void balance_of_equal_scores_is_one_per_sequence_and_block(void **state) 
     for (int block = c.dense_layers; block < config_blocks(&c); block++)
         memset(m.weights + m.params.blocks[block].router, 0, sizeof(real) * (size_t)c.experts * (size_t)c.hidden);
     int32_t *tokens = random_tokens(SEQUENCES, LENGTH + 2, c.vocab, 8);
-    double balance = model_evaluate(&m, (struct batch){tokens, SEQUENCES, LENGTH}).balance;
+    double balance = model_evaluate(&m, (struct batch){tokens, SEQUENCES, LENGTH, 0}).balance;
     // 1e-6: P sums to 1 in FP32.
     assert_true(fabs(balance - SEQUENCES * model_moe_blocks(&c)) <= 1e-6 * balance);
     free(tokens);
@@ -330,7 +330,7 @@ static void balance_gradient_is_alpha_over_sequences_and_reaches_every_router(vo
     open_model(&m, &c, B, 1);
     int32_t *tokens = random_tokens(B, 3, c.vocab, 9);
     for (int b = 0; b < B; b++) tokens[3 * b + 1] = tokens[3 * b + 2] = -1;
-    struct batch batch = {tokens, B, 1};
+    struct batch batch = {tokens, B, 1, 0};
     struct step_totals totals = totals_of(&m, batch), of_two_batches = {.sequences = 2 * B};
     assert_int_equal(totals.sequences, B);
 
@@ -377,7 +377,7 @@ static void mtp_of_weight_zero_trains_the_main_model_as_without_mtp(void **state
     open_model(&plain, &off, SEQUENCES, LENGTH);
     int32_t *tokens, *plain_tokens;
     random_tokens_for_both(&tokens, &plain_tokens, c.vocab, 10);
-    struct batch batch = {tokens, SEQUENCES, LENGTH}, plain_batch = {plain_tokens, SEQUENCES, LENGTH};
+    struct batch batch = {tokens, SEQUENCES, LENGTH, 0}, plain_batch = {plain_tokens, SEQUENCES, LENGTH, 0};
     struct step_totals totals = totals_of(&m, batch), plain_totals = totals_of(&plain, plain_batch);
     double loss = gradient_of(&m, batch, &totals).cross_entropy[0];
     assert_true(loss == gradient_of(&plain, plain_batch, &plain_totals).cross_entropy[0]);
@@ -415,7 +415,7 @@ static void mtp_reads_the_hidden_state_after_the_final_norm(void **state) {
     open_model(&m, &c, SEQUENCES, LENGTH);
     m.weights[m.params.final_norm + CHANNEL] = 0;
     int32_t *tokens = random_tokens(SEQUENCES, LENGTH + 1 + c.mtp_depth, c.vocab, 3);
-    struct batch batch = {tokens, SEQUENCES, LENGTH};
+    struct batch batch = {tokens, SEQUENCES, LENGTH, 0};
     struct step_totals totals = totals_of(&m, batch);
     gradient_of(&m, batch, &totals);
     const accum *d_eh_proj = m.grads + m.params.blocks[c.layers].eh_proj;
@@ -434,7 +434,7 @@ static void mtp_gradient_is_proportional_to_its_weight(void **state) {
     struct model m;
     open_model(&m, &c, SEQUENCES, LENGTH);
     int32_t *tokens = random_tokens(SEQUENCES, LENGTH + 2, c.vocab, 11);
-    struct batch batch = {tokens, SEQUENCES, LENGTH};
+    struct batch batch = {tokens, SEQUENCES, LENGTH, 0};
     struct step_totals totals = totals_of(&m, batch);
     m.config.mtp_weight = 0.25;
     gradient_of(&m, batch, &totals);
@@ -454,7 +454,7 @@ static void mtp_gradient_is_proportional_to_its_weight(void **state) {
     model_close(&m);
 }
 
-// Padding is -1 all the way: it goes to no expert and is not counted (peers report it in bias-balancing counts), and the
+// Padding is -1 all the way: it goes to no expert and is not counted (torchtitan issue 4168: in bias-balancing counts), and the
 // rest of the sequence does not notice it.
 static void padding_changes_nothing_but_the_length(void **state) {
     (void)state;
@@ -467,7 +467,7 @@ static void padding_changes_nothing_but_the_length(void **state) {
     for (int t = SHORT + 1; t <= LONG; t++) tokens[t] = -1;
     // The last real target is the first input of the padding: embedded and routed like any other token.
     int inputs = SHORT + 1;
-    struct batch padded = {tokens, 1, LONG}, exact = {tokens, 1, inputs};
+    struct batch padded = {tokens, 1, LONG, 0}, exact = {tokens, 1, inputs, 0};
     struct step_totals totals = totals_of(&m, padded);
     assert_int_equal(totals.targets[0], SHORT);
 
@@ -499,7 +499,7 @@ static void mtp_with_a_masked_tail_is_that_of_a_shorter_sequence(void **state) {
     struct model m;
     open_model(&m, &c, 1, LENGTH);
     int32_t *tokens = random_tokens(1, LENGTH + 2, c.vocab, 12);
-    struct batch batch = {tokens, 1, LENGTH}, short_batch = {tokens, 1, LENGTH - 1};
+    struct batch batch = {tokens, 1, LENGTH, 0}, short_batch = {tokens, 1, LENGTH - 1, 0};
     struct losses whole = model_evaluate(&m, batch);
     struct step_totals short_totals = totals_of(&m, short_batch);
     struct losses shorter = gradient_of(&m, short_batch, &short_totals);
@@ -529,7 +529,7 @@ static void sequence_of_one_token_without_mtp_target_is_finite(void **state) {
     struct model m;
     open_model(&m, &c, 1, 1);
     const int32_t tokens[] = {3, 4, -1};
-    struct batch batch = {tokens, 1, 1};
+    struct batch batch = {tokens, 1, 1, 0};
     struct step_totals totals = totals_of(&m, batch);
     assert_true(totals.targets[0] == 1 && totals.targets[1] == 0);
     struct losses losses = gradient_of(&m, batch, &totals);

@@ -56,7 +56,7 @@ static void read_tokens(void) {
     assert_int_equal(fread(wide, sizeof *wide, count, reference.numbers.file), count);
     for (size_t i = 0; i < count; i++) reference.tokens[i] = (int32_t)wide[i];
     free(wide);
-    reference.batch = (struct batch){reference.tokens, (int)t->shape[0], (int)t->shape[1] - 1};
+    reference.batch = (struct batch){reference.tokens, (int)t->shape[0], (int)t->shape[1] - 1, 0};
 }
 
 static int open_reference(void **state) {
@@ -68,7 +68,7 @@ static int open_reference(void **state) {
     config_validate(&c);
     if (!safetensors_open(&reference.numbers, NUMBERS, error, sizeof error)) fail_msg("%s", error);
     read_tokens();
-    model_open(&reference.model, &c, reference.batch.B, reference.batch.T, true);
+    model_open(&reference.model, &c, reference.batch.B, reference.batch.T, true, NULL, NULL);
     struct model *m = &reference.model;
     struct checkpoint checkpoint = {.config = &m->config, .params = &m->params, .weights = m->weights, .bias = m->bias};
     checkpoint_load_weights(CHECKPOINT, &checkpoint);

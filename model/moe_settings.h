@@ -1,0 +1,32 @@
+// How the MoE layers of a run are computed.
+#ifndef MOK_MODEL_MOE_SETTINGS_H
+#define MOK_MODEL_MOE_SETTINGS_H
+
+enum moe_kind { MOE_MOK, MOE_ALLTOALL };
+
+// learned: the router's choice. Others are forced for benchmarks: they depend on the name, the seed, the step and the
+// token's place in the global batch alone.
+enum moe_route {
+    ROUTE_LEARNED,
+    ROUTE_BALANCED, // W0: every expert equally often
+    ROUTE_W1,       // a hot set of experts
+    ROUTE_W2,       // one hot rank
+    ROUTE_W3,       // the same heat spread over all ranks
+    ROUTE_W4,       // ragged numbers of tokens
+    ROUTE_W5,       // experts, and a rank, without load
+    ROUTE_W6,       // a hot spot that moves every step
+    ROUTE_W7        // a burst after steady steps
+};
+
+struct moe_settings {
+    enum moe_kind kind;
+    enum moe_route route;
+    int alltoall_chunks; // alltoall: pieces of the local experts whose exchanges overlap with computing; 1: none
+    // mok:
+    int workers;        // worker threads of a rank; 0: as many as it computes with elsewhere
+    int comm_workers;   // of them, those that only move rows; 0: every worker moves and multiplies
+    int minibatch_rows; // rows of one phase, a multiple of 128; 0: chosen
+    int ring_rows;      // rows that are in memory at once, a multiple of minibatch_rows; 0: chosen
+};
+
+#endif
