@@ -14,7 +14,7 @@
 struct prefetch {
     const struct data *data;
     size_t window_tokens;
-    int64_t count;
+    int64_t count, stride;
     pthread_t thread;
 
     // All below is read and written under the mutex; `changed` tells that state or stop is another.
@@ -67,12 +67,12 @@ static void start_thread(struct prefetch *p) {
     if (failed) fail_internal("data", "cannot start the thread that reads ahead: %s", strerror(failed));
 }
 
-struct prefetch *prefetch_open(const struct data *d, size_t window_tokens, int64_t count) {
+struct prefetch *prefetch_open(const struct data *d, size_t window_tokens, int64_t count, int64_t stride) {
     struct prefetch *p = calloc(1, sizeof *p);
     size_t tokens = (size_t)count * window_tokens;
-    if (p) *p = (struct prefetch){.data = d, .window_tokens = window_tokens, .count = count};
-    if (p) p->ahead = malloc(sizeof *p->ahead * tokens);
-    if (p) p->present = malloc(sizeof *p->present * tokens);
+    if (p) *p = (struct prefetch){.data = d, .window_tokens = window_tokens, .count = count, .stride = stride};
+    if (p) p->ahead = malloc(sizeof *p->ahead * (tokens + 1));
+    if (p) p->present = malloc(sizeof *p->present * (tokens + 1));
     if (!p || !p->ahead || !p->present)
         fail_internal("data", "found no memory for the %zu tokens of two steps", tokens);
     pthread_mutex_init(&p->mutex, NULL);
@@ -104,7 +104,7 @@ const int32_t *prefetch_take(struct prefetch *p, int64_t first, double *waited) 
     int32_t *taken = p->ahead;
     p->ahead = p->present;
     p->present = taken;
-    ask(p, first + p->count);
+    ask(p, first + p->stride);
     pthread_mutex_unlock(&p->mutex);
     *waited += clock_seconds() - start;
     return taken;

@@ -8,13 +8,13 @@
 struct data;
 struct prefetch;
 
-// Reads the train split `count` sequences at a time. window_tokens: of one sequence, the length + lookahead of d, which
-// must outlive it.
-struct prefetch *prefetch_open(const struct data *d, size_t window_tokens, int64_t count);
+// Reads `count` sequences of the train split at a time, every block stride sequences behind the one before it; in
+// between are those of other ranks. window_tokens: of one sequence, the length + lookahead of d, which must outlive it.
+struct prefetch *prefetch_open(const struct data *d, size_t window_tokens, int64_t count, int64_t stride);
 
 // The sequences first .. first + count - 1, [count, window_tokens], valid until the next call. Where the thread has not
 // read them yet, waits for it and adds the seconds to *waited. Any `first` may be asked for; the thread then begins with
-// the block that follows. Ends the program when the data cannot be read. For one thread.
+// the block a stride further on. Ends the program when the data cannot be read. For one thread.
 const int32_t *prefetch_take(struct prefetch *p, int64_t first, double *waited);
 
 // Waits for the thread to end. NULL is fine.

@@ -6,6 +6,7 @@
 #include "data/progress.h"
 #include "kernels/fail.h"
 #include "kernels/stop.h"
+#include "model/share.h"
 
 // ---- held-out text ----
 
@@ -26,6 +27,12 @@ static int count_sequences(const struct data *d, int wanted) {
     return windows > 0 && windows < (uint64_t)wanted ? (int)windows : wanted;
 }
 
+static void sum_over_ranks(const struct model *m, struct evaluation *e, double *nats) {
+    comm_sum_double(m->parallel->world, nats, 1);
+    comm_sum_int64(m->parallel->world, &e->targets, 1);
+    comm_sum_int64(m->parallel->world, &e->bytes, 1);
+}
+
 struct evaluation evaluate_heldout(struct model *m, const struct data *d, const struct tokenizer *tokenizer, int batch,
                                    int seq, int sequences) {
     size_t columns = (size_t)seq + 1 + (size_t)m->config.mtp_depth;
@@ -34,18 +41,19 @@ struct evaluation evaluate_heldout(struct model *m, const struct data *d, const 
     struct evaluation e = {0};
     struct step_totals totals = {0};
     double nats = 0;
-    sequences = count_sequences(d, sequences);
-    for (int first = 0; first < sequences && !stop_requested(); first += batch) {
-        int rows = sequences - first < batch ? sequences - first : batch;
-        for (int b = 0; b < rows; b++)
-            data_read_or_fail(d, DATA_EVAL, (uint64_t)first + (uint64_t)b, tokens + (size_t)b * columns);
-        struct batch micro = {tokens, rows, seq};
+    struct share share = share_of(count_sequences(d, sequences), m->parallel, batch);
+    for (int64_t round = 0; round < share.rounds; round++) {
+        if ((e.stopped = stop_agree(m->parallel->world) != 0)) break;
+        struct batch micro = {tokens, share_round(&share, round, batch), seq, share.first + round * batch};
+        for (int b = 0; b < micro.B; b++)
+            data_read_or_fail(d, DATA_EVAL, (uint64_t)micro.first + (uint64_t)b, tokens + (size_t)b * columns);
         model_add_totals(&totals, &m->config, micro);
         nats += model_evaluate(m, micro).cross_entropy[0];
         if (tokenizer) e.bytes += count_bytes(tokenizer, micro, columns);
     }
     free(tokens);
     e.targets = totals.targets[0];
+    sum_over_ranks(m, &e, &nats);
     e.loss = nats / (double)e.targets;
     e.bits_per_byte = e.bytes > 0 ? nats / log(2) / (double)e.bytes : NAN;
     return e;
@@ -75,12 +83,20 @@ static void score_rows(struct model *m, const struct row *rows, int count, int32
         if (row_length(&rows[r]) - 1 > T) T = row_length(&rows[r]) - 1;
     size_t columns = (size_t)T + 1 + (size_t)m->config.mtp_depth;
     for (int r = 0; r < count; r++) write_row(&rows[r], tokens + (size_t)r * columns, columns);
-    model_score(m, (struct batch){tokens, count, T}, losses);
+    model_score(m, (struct batch){tokens, count, T, 0}, losses);
     for (int r = 0; r < count; r++) {
         // The loss at a position is that of the token behind it.
         const float *first = losses + (size_t)r * (size_t)T + rows[r].context.count - 1;
         for (int i = 0; i < rows[r].completion.count; i++) *rows[r].nats += (double)first[i];
     }
+}
+
+// Scores this rank's rows while the others score theirs; false, and nothing is done, when no rank has any left.
+static bool score_together(struct model *m, const struct row *rows, int count, int32_t *tokens, float *losses) {
+    int64_t busy = count > 0;
+    comm_sum_int64(m->parallel->world, &busy, 1);
+    if (busy) score_rows(m, rows, count, tokens, losses);
+    return busy > 0;
 }
 
 // The context as all completions of the example see it: its last ids, at least one; count 0 if none fits.
@@ -112,11 +128,11 @@ void evaluate_score_choices(struct model *m, const struct choices *c, int batch,
         for (int k = 0; k < scores[i].completions; k++) {
             rows[waiting++] = (struct row){context, e->completion[k], &scores[i].nats[k]};
             if (waiting < batch) continue;
-            score_rows(m, rows, waiting, tokens, losses);
+            score_together(m, rows, waiting, tokens, losses);
             waiting = 0;
         }
     }
-    if (waiting) score_rows(m, rows, waiting, tokens, losses);
+    while (score_together(m, rows, waiting, tokens, losses)) waiting = 0;
     free(rows);
     free(tokens);
     free(losses);
@@ -145,24 +161,40 @@ static void count_answer(const struct choice_example *e, const struct choice_sco
     counts->right_by_sum += lowest(score->nats, score->completions) == e->label;
 }
 
+static void add_over_ranks(const struct model *m, struct choice_counts *counts, struct choice_counts mine) {
+    int64_t sums[] = {mine.examples, mine.right_by_mean, mine.right_by_sum, mine.skipped};
+    comm_sum_int64(m->parallel->world, sums, sizeof sums / sizeof *sums);
+    counts->examples += sums[0];
+    counts->right_by_mean += sums[1];
+    counts->right_by_sum += sums[2];
+    counts->skipped += sums[3];
+}
+
 void evaluate_choices(struct model *m, const struct choices *c, int batch, int seq, int first, int count,
                       struct choice_counts *counts) {
-    struct choice_score *scores = malloc(sizeof *scores * ((size_t)count + 1));
-    if (!scores) fail_internal(c->path, "found no memory for %d examples", count);
-    evaluate_score_choices(m, c, batch, seq, first, count, scores);
-    for (int i = 0; i < count; i++) count_answer(&c->examples[first + i], &scores[i], counts);
+    struct share share = share_of(count, m->parallel, 1);
+    struct choice_score *scores = malloc(sizeof *scores * ((size_t)share.count + 1));
+    if (!scores) fail_internal(c->path, "found no memory for %lld examples", (long long)share.count);
+    first += (int)share.first;
+    evaluate_score_choices(m, c, batch, seq, first, (int)share.count, scores);
+    struct choice_counts mine = {0};
+    for (int i = 0; i < share.count; i++) count_answer(&c->examples[first + i], &scores[i], &mine);
+    add_over_ranks(m, counts, mine);
     free(scores);
 }
 
-struct choice_counts evaluate_all_choices(struct model *m, const struct choices *c, int batch, int seq) {
-    enum { PIECE = 32 }; // examples between two looks at the bar
-    struct choice_counts counts = {0};
+bool evaluate_all_choices(struct model *m, const struct choices *c, int batch, int seq, struct choice_counts *counts) {
+    enum { PIECE = 32 }; // examples of a rank between two looks at the bar
+    int64_t most = (int64_t)PIECE * m->parallel->ranks;
     struct progress progress = progress_begin("questions", "", (uint64_t)c->count);
-    for (int first = 0; first < c->count && !stop_requested(); first += PIECE) {
-        int count = c->count - first < PIECE ? c->count - first : PIECE;
-        evaluate_choices(m, c, batch, seq, first, count, &counts);
+    bool stopped = false;
+    *counts = (struct choice_counts){0};
+    for (int first = 0, count; first < c->count; first += count) {
+        if ((stopped = stop_agree(m->parallel->world) != 0)) break;
+        count = c->count - first < most ? c->count - first : (int)most;
+        evaluate_choices(m, c, batch, seq, first, count, counts);
         progress_show(&progress, (uint64_t)(first + count));
     }
     progress_end(&progress);
-    return counts;
+    return !stopped;
 }

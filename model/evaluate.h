@@ -1,5 +1,6 @@
 // How good a model is: loss and bits per byte of held-out text, and accuracy on multiple-choice questions.
-// A signal that asks the program to end (kernels/stop.h) cuts an evaluation short.
+// The ranks of the model share the work: all of this is collective, and its results are the same on all of them. A signal
+// that asks the program to end (kernels/stop.h) cuts an evaluation short.
 #ifndef MOK_MODEL_EVALUATE_H
 #define MOK_MODEL_EVALUATE_H
 
@@ -14,6 +15,7 @@ struct evaluation {
     double loss;            // mean cross-entropy of the main model over the valid targets, in nats
     double bits_per_byte;   // all nats / ln 2 / bytes; NaN where the bytes are not known or none
     int64_t targets, bytes; // valid targets, and the bytes of text that they stand for
+    bool stopped;           // by a signal: the numbers say nothing
 };
 
 // The first sequences of the eval split, as many as there are, in micro-batches of `batch` of `seq` tokens; the model
@@ -31,7 +33,7 @@ struct choice_score {
     double nats[CHOICES_MOST]; // sum over the completion's tokens
 };
 
-// Scores `count` examples from number `first` on: scores [count]. Rows of context and completion stand side by side in
+// Scores `count` examples from number `first` on, which each rank chooses for itself: scores [count]. Rows of context and completion stand side by side in
 // micro-batches of at most `batch` rows of `seq` tokens; the numbers do not depend on how they are packed. A context that
 // is too long for the longest of its completions loses its beginning, in the rows of all completions alike.
 void evaluate_score_choices(struct model *m, const struct choices *c, int batch, int seq, int first, int count,
@@ -44,11 +46,13 @@ struct choice_counts {
     int64_t skipped; // not scored
 };
 
-// Adds what the model answers to `count` examples from number `first` on. Accuracy is right / examples.
+// Adds what the model answers to `count` examples from number `first` on, the same for all ranks. Accuracy is right /
+// examples.
 void evaluate_choices(struct model *m, const struct choices *c, int batch, int seq, int first, int count,
                       struct choice_counts *counts);
 
-// All examples, with a bar on standard error where that is a terminal.
-struct choice_counts evaluate_all_choices(struct model *m, const struct choices *c, int batch, int seq);
+// The same for all examples, with a bar on standard error where that is a terminal. False when a signal stopped it: the
+// numbers say nothing.
+bool evaluate_all_choices(struct model *m, const struct choices *c, int batch, int seq, struct choice_counts *counts);
 
 #endif

@@ -31,18 +31,29 @@ int generate_pick(const float *logits, int V, double temperature, double u) {
     return best; // u * total rounded up to total
 }
 
+// The token that follows `length` others, chosen by rank 0. logits [V]: room.
+static int32_t next_token(struct model *m, const int32_t *tokens, int length, double temperature, uint64_t seed,
+                          float *logits) {
+    int32_t next = 0;
+    if (m->parallel->rank == 0) {
+        int window = length < m->acts.seq ? length : m->acts.seq;
+        model_logits(m, tokens + length - window, window, window - 1, logits);
+        next = generate_pick(logits, m->config.vocab, temperature, uniform_at(seed, (uint64_t)length));
+    } else {
+        model_logits(m, tokens, 0, 0, logits);
+    }
+    comm_broadcast(m->parallel->world, &next, sizeof next, 0);
+    return next;
+}
+
 int generate_tokens(struct model *m, int32_t *tokens, int prompt, int count, double temperature, uint64_t seed,
                     int32_t stop) {
-    int V = m->config.vocab;
-    float *logits = malloc(sizeof *logits * (size_t)V);
-    if (!logits) fail_internal("sampling", "found no memory for %d logits", V);
+    float *logits = malloc(sizeof *logits * (size_t)m->config.vocab);
+    if (!logits) fail_internal("sampling", "found no memory for %d logits", m->config.vocab);
     int added = 0;
-    while (added < count && !stop_requested()) {
-        int length = prompt + added, window = length < m->acts.seq ? length : m->acts.seq;
-        model_logits(m, tokens + length - window, window, window - 1, logits);
-        int32_t next = generate_pick(logits, V, temperature, uniform_at(seed, (uint64_t)length));
-        tokens[length] = next;
-        added++;
+    while (added < count && !stop_agree(m->parallel->world)) {
+        int32_t next = next_token(m, tokens, prompt + added, temperature, seed, logits);
+        tokens[prompt + added++] = next;
         if (next == stop) break;
     }
     free(logits);
@@ -144,7 +155,7 @@ void generate_from_checkpoint(const struct options *o) {
     if (prompt_bytes + 1 + (size_t)o->generate > INT_MAX)
         fail_user("--generate", "found %lld with a prompt of %zu bytes, wanted at most %zu", (long long)o->generate,
                   prompt_bytes, INT_MAX - prompt_bytes - 1);
-    saved_model_open(&m, o, 1, folder, sizeof folder);
+    saved_model_open(&m, o, NULL, 1, folder, sizeof folder);
     struct tokenizer *tokenizer = vocabulary_open(o, o->tokenizer, folder);
     if (!tokenizer)
         fail_user(folder, "found no tokenizer.json, wanted one to make text of ids; name it with --tokenizer");

@@ -26,7 +26,11 @@ static _Noreturn void fail_open(const struct run_log *log) {
 
 // One object, one line.
 static void write_json(struct run_log *log, cJSON *object) {
-    char *text = cJSON_PrintUnformatted(object);
+    char *text = log->json ? cJSON_PrintUnformatted(object) : NULL;
+    if (!log->json) {
+        cJSON_Delete(object);
+        return;
+    }
     if (!text) fail_internal(log->path, "found no memory for a log line");
     check_write(log, fprintf(log->json, "%s\n", text) > 0 && fflush(log->json) == 0);
     free(text);
@@ -80,9 +84,9 @@ static void drop_later_lines(const struct run_log *log, int64_t last) {
 
 void log_open(struct run_log *log, const struct trainer *t, const char *folder) {
     const struct options *o = &t->options;
-    *log = (struct run_log){.flops_per_token = plan_flops_per_token(&o->model, o->seq),
-                            .peak_flops = device_peak_flops(),
-                            .first_step = t->step};
+    *log = (struct run_log){.flops_per_token = plan_flops_per_token(&o->model, o->seq), .first_step = t->step};
+    if (t->parallel->rank != 0) return;
+    log->peak_flops = device_peak_flops() * t->parallel->ranks;
     snprintf(log->path, sizeof log->path, "%s/log.jsonl", folder);
     if (t->step > 0) drop_later_lines(log, t->step);
     log->json = fopen(log->path, t->step > 0 ? "a" : "w");
@@ -90,11 +94,13 @@ void log_open(struct run_log *log, const struct trainer *t, const char *folder) 
 }
 
 void log_close(struct run_log *log) {
-    check_write(log, fclose(log->json) == 0);
+    if (log->json) check_write(log, fclose(log->json) == 0);
     *log = (struct run_log){0};
 }
 
-void log_sync(struct run_log *log) { check_write(log, fsync(fileno(log->json)) == 0); }
+void log_sync(struct run_log *log) {
+    if (log->json) check_write(log, fsync(fileno(log->json)) == 0);
+}
 
 // ---- the human line ----
 
@@ -193,6 +199,8 @@ void log_step(struct run_log *log, const struct trainer *t, const struct step_re
     add_number(json, "mfu_causal", rates.mfu);
     add_number(json, "data_seconds", r->data_seconds);
     add_number(json, "peak_memory_gib", peak_memory_gib());
+    add_number(json, "ranks", t->parallel->ranks);
+    add_number(json, "ep", t->parallel->ep);
     add_number(json, "eta_seconds", rates.eta);
     write_json(log, json);
 }
@@ -261,6 +269,11 @@ void log_moe(struct run_log *log, const struct trainer *t) {
     free(loads);
     fflush(stdout);
     write_json(log, json);
+}
+
+void log_print_layout(FILE *file, const struct options *o, const struct parallel *p) {
+    fprintf(file, "%d rank%s: EP %d x DP %d, --moe %s\n", p->ranks, p->ranks == 1 ? "" : "s", p->ep, p->dp,
+            o->moe.kind == MOE_MOK ? "mok" : "alltoall");
 }
 
 void log_print_options(FILE *file, const struct options *o) {

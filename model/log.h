@@ -1,4 +1,5 @@
-// What a run says: one aligned line and one JSON line per step, with the same numbers.
+// What a run says: one aligned line and one JSON line per step, with the same numbers. Rank 0 writes the file; on others
+// everything but the lines on standard output is left out.
 #ifndef MOK_MODEL_LOG_H
 #define MOK_MODEL_LOG_H
 
@@ -8,10 +9,11 @@
 #include "model/trainer.h"
 
 struct run_log {
-    FILE *json; // log.jsonl of the run folder
+    FILE *json; // log.jsonl of the run folder; NULL on other ranks than 0
     char path[OPTION_TEXT + 16];
-    double flops_per_token, peak_flops;
-    double started; // monotonic seconds when the first step began; 0 before
+    double flops_per_token;
+    double peak_flops; // of all ranks: that of this rank's device (on a CPU, of its threads) times their number
+    double started;    // monotonic seconds when the first step began; 0 before
     int64_t first_step;
 };
 
@@ -32,6 +34,9 @@ void log_print_choices(FILE *file, struct choice_counts counts);
 
 // Every MoE block's load.
 void log_moe(struct run_log *log, const struct trainer *t);
+
+// How the ranks share the model: "2 ranks: EP 2 x DP 1, --moe mok".
+void log_print_layout(FILE *file, const struct options *o, const struct parallel *p);
 
 // The resolved options, several in a line.
 void log_print_options(FILE *file, const struct options *o);

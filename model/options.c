@@ -22,6 +22,7 @@ enum change {
     FREE,  // yes, it is the same run
     FIXED, // it is another run then: only with --override
     SIZE,  // never: the tensors would not fit
+    START, // it is no setting of the run, but says how it is started here: what is given now counts
 };
 
 struct flag {
@@ -43,15 +44,15 @@ struct flag {
         uint64_t: FLAG_UINT64,                                                                                         \
         double: FLAG_DOUBLE,                                                                                           \
         char *: FLAG_TEXT,                                                                                             \
-        enum schedule: FLAG_CHOICE),                                                                                   \
+        enum schedule: FLAG_CHOICE, enum moe_kind: FLAG_CHOICE, enum moe_route: FLAG_CHOICE),                                                                                   \
         offsetof(struct options, member), sizeof(((struct options *)0)->member)
 
 #define MANY  1e12  // a bound that no one meets, and small enough for sums and for a double
 #define SMALL 1e-30 // stands for "above zero"
 
 static const char RUN[] = "Run", BATCH[] = "Batch and length", RATE[] = "Optimizer", OUTPUT[] = "Output",
-                  SAMPLE[] = "Sampling", SIZES[] = "Model sizes", EXPERTS[] = "Mixture of experts",
-                  POSITIONS[] = "Positions and norms";
+                  RANKS[] = "Ranks and experts", SAMPLE[] = "Sampling", SIZES[] = "Model sizes",
+                  EXPERTS[] = "Mixture of experts", POSITIONS[] = "Positions and norms";
 
 // One flag per line reads best wide.
 // clang-format off
@@ -61,19 +62,19 @@ static const struct flag flags[] = {
     {RUN, "eval-data", "SPEC", MEMBER(eval_data), 0, 0, FREE, "data to evaluate on; else the held-out part of --data"},
     {RUN, "tokenizer", "FILE", MEMBER(tokenizer), 0, 0, FREE, "Hugging Face tokenizer.json, or its folder; else the one of --from or beside the shards, else bytes"},
     {RUN, "from", "DIR", MEMBER(from), 0, 0, FREE, "checkpoint, run folder or Hugging Face folder: train from its weights on, or sample from it"},
-    {RUN, "out", "DIR", MEMBER(out), 0, 0, FREE, "run folder for the log and the checkpoints"},
-    {RUN, "resume", NULL, MEMBER(resume), 0, 0, FREE, "go on from the newest complete checkpoint in --out, with its settings; flags that are given change them"},
-    {RUN, "override", NULL, MEMBER(override), 0, 0, FREE, "let --resume change settings and data that make it another run"},
-    {RUN, "overwrite", NULL, MEMBER(overwrite), 0, 0, FREE, "start anew in an --out that holds a run"},
+    {RUN, "out", "DIR", MEMBER(out), 0, 0, START, "run folder for the log and the checkpoints"},
+    {RUN, "resume", NULL, MEMBER(resume), 0, 0, START, "go on from the newest complete checkpoint in --out, with its settings; flags that are given change them"},
+    {RUN, "override", NULL, MEMBER(override), 0, 0, START, "let --resume change settings and data that make it another run"},
+    {RUN, "overwrite", NULL, MEMBER(overwrite), 0, 0, START, "start anew in an --out that holds a run"},
     {RUN, "evaluate", NULL, MEMBER(evaluate), 0, 0, FREE, "evaluate the weights of --from on held-out data, and on --eval-choices, and stop"},
     {RUN, "device", NULL, MEMBER(device), 0, 0, FREE, "print what this program computes on, and stop"},
     {RUN, "plan", NULL, MEMBER(plan), 0, 0, FREE, "print parameters, memory and work of this run, and stop"},
     {RUN, "help", NULL, MEMBER(help), 0, 0, FREE, "print this, and stop"},
 
     {BATCH, "steps", "N", MEMBER(steps), 1, MANY, FREE, "optimizer steps"},
-    {BATCH, "batch", "N", MEMBER(batch), 1, MANY, FIXED, "sequences in memory at once (a micro-batch)"},
+    {BATCH, "batch", "N", MEMBER(batch), 1, MANY, FREE, "sequences that a rank has in memory at once (a micro-batch), at most"},
     {BATCH, "seq", "N", MEMBER(seq), 1, MANY, FIXED, "tokens per sequence; with --generate and --evaluate 0, their default: as the checkpoint was trained"},
-    {BATCH, "tokens-per-step", "N", MEMBER(tokens_per_step), 0, MANY, FIXED, "tokens per optimizer step, a multiple of --batch x --seq; 0: one micro-batch"},
+    {BATCH, "tokens-per-step", "N", MEMBER(tokens_per_step), 0, MANY, FIXED, "tokens per optimizer step of all ranks together, a multiple of --seq; 0: one micro-batch of each rank"},
     {BATCH, "seed", "N", MEMBER(seed), 0, MANY, FIXED, "of first weights, order of data, and samples"},
 
     {RATE, "lr", "X", MEMBER(lr), 0, MANY, FIXED, "learning rate at its peak"},
@@ -86,6 +87,18 @@ static const struct flag flags[] = {
     {RATE, "beta1", "X", MEMBER(beta1), 0, 0.999999, FIXED, "AdamW: memory of the first moment"},
     {RATE, "beta2", "X", MEMBER(beta2), 0, 0.999999, FIXED, "AdamW: memory of the second moment"},
     {RATE, "adam-eps", "X", MEMBER(adam_eps), SMALL, MANY, FIXED, "AdamW: added to the root of the second moment"},
+
+    {RANKS, "ep", "N", MEMBER(ep), 0, MANY, START, "ranks that share one set of experts (an EP group), a divisor of all ranks; 0: the most that one host and the experts allow"},
+    {RANKS, "moe", "mok|alltoall", MEMBER(moe.kind), 0, 0, START, "how the ranks of a group exchange tokens: the megakernel, or all-to-all around grouped products"},
+    {RANKS, "workers", "N", MEMBER(moe.workers), 0, MANY, START, "mok: worker threads of a rank; 0: as many as it computes with elsewhere"},
+    {RANKS, "comm-workers", "N", MEMBER(moe.comm_workers), 0, MANY, START, "mok: of these, workers that only move rows; 0: each one moves and multiplies"},
+    {RANKS, "minibatch-rows", "N", MEMBER(moe.minibatch_rows), 0, MANY, START, "mok: rows of one phase, a multiple of 128; 0: chosen"},
+    {RANKS, "ring-rows", "N", MEMBER(moe.ring_rows), 0, MANY, START, "mok: rows in memory at once, a multiple of 128 and of --minibatch-rows; 0: chosen"},
+    {RANKS, "alltoall-chunks", "N", MEMBER(moe.alltoall_chunks), 1, MANY, START, "alltoall: pieces of a rank's experts whose exchanges overlap with computing; 1: no overlap"},
+    {RANKS, "route", "learned|balanced|W1|W2|W3|W4|W5|W6|W7", MEMBER(moe.route), 0, 0, FIXED, "learned: the router chooses; others force a load for benchmarks (W1 to W7 are uneven), and the model learns nothing sensible"},
+    {RANKS, "trace", "FILE", MEMBER(trace), 0, 0, START, "write what every worker did when, for Perfetto or chrome://tracing"},
+    {RANKS, "timeout", "X", MEMBER(timeout), SMALL, MANY, START, "seconds that a rank waits for others before the job ends with an error"},
+    {RANKS, "ranks", "N", MEMBER(ranks), 0, MANY, START, "with --plan: plan for N ranks, without running them; 0: as many as there are"},
 
     {OUTPUT, "save-every", "N", MEMBER(save_every), 0, MANY, FREE, "steps between checkpoints; 0: never"},
     {OUTPUT, "keep", "N", MEMBER(keep), 0, MANY, FREE, "newest checkpoints that are kept; 0: all"},
@@ -220,7 +233,7 @@ static bool flag_set(const struct flag *f, struct options *o, const char *text) 
     case FLAG_CHOICE:
         word = word_find(f->value, text);
         if (word < 0) return false;
-        *(enum schedule *)member = (enum schedule)word;
+        *(unsigned *)member = (unsigned)word; // what gcc and clang make of an enum
         return true;
     case FLAG_TEXT:
         if (strlen(text) >= f->size) return false;
@@ -288,7 +301,7 @@ static const char *flag_text(const struct flag *f, const struct options *o, char
         break;
     case FLAG_CHOICE: {
         const char *word = f->value;
-        for (int i = *(const enum schedule *)member; i > 0; i--) word = strchr(word, '|') + 1;
+        for (unsigned i = *(const unsigned *)member; i > 0; i--) word = strchr(word, '|') + 1;
         snprintf(text, OPTION_TEXT, "%.*s", (int)strcspn(word, "|"), word);
     }
     }
@@ -307,6 +320,8 @@ bool options_set_preset(struct options *o, const char *name) {
         .tokens_per_step = p->tokens_per_step,
         .steps = p->steps,
         .seed = 1337,
+        .moe = {.kind = MOE_MOK, .alltoall_chunks = 1},
+        .timeout = 300,
         .lr = p->lr,
         .min_lr = p->min_lr,
         .schedule = SCHEDULE_COSINE,
@@ -336,7 +351,8 @@ int64_t options_decay_steps(const struct options *o) {
     return steps < o->steps - o->warmup ? steps : o->steps - o->warmup;
 }
 
-static void check_batch(const struct options *o) {
+// Settles tokens_per_step too.
+static void settle_batch(struct options *o, int ranks) {
     int64_t micro = (int64_t)o->batch * o->seq, routes, all;
     if (micro > INT_MAX)
         fail_user("--batch", "found %d with --seq %d, wanted a product of at most %d tokens", o->batch, o->seq,
@@ -346,24 +362,46 @@ static void check_batch(const struct options *o) {
                   o->seq, o->model.top_k, INT_MAX);
     if (o->seq > o->model.max_positions)
         fail_user("--seq", "found %d, wanted at most --max-positions %d", o->seq, o->model.max_positions);
+    if (!o->tokens_per_step) o->tokens_per_step = micro * ranks; // both factors below 2^31
     int64_t tokens = o->tokens_per_step;
-    if (tokens % micro) {
-        int64_t below = tokens / micro * micro;
+    if (tokens % o->seq) {
+        int64_t below = tokens / o->seq * o->seq;
         char nearest[64];
         if (below)
-            snprintf(nearest, sizeof nearest, "%" PRId64 " or %" PRId64, below, below + micro);
+            snprintf(nearest, sizeof nearest, "%" PRId64 " or %" PRId64, below, below + o->seq);
         else
-            snprintf(nearest, sizeof nearest, "%" PRId64, micro);
-        fail_user("--tokens-per-step",
-                  "found %" PRId64 ", wanted a multiple of --batch %d x --seq %d = %" PRId64 "; the nearest is %s",
-                  tokens, o->batch, o->seq, micro, nearest);
+            snprintf(nearest, sizeof nearest, "%d", o->seq);
+        fail_user("--tokens-per-step", "found %" PRId64 ", wanted a multiple of --seq %d; the nearest is %s", tokens,
+                  o->seq, nearest);
     }
     if (tokens / o->seq > INT_MAX)
         fail_user("--tokens-per-step", "found %" PRId64 " with --seq %d, wanted at most %d sequences", tokens, o->seq,
                   INT_MAX);
-    if (__builtin_mul_overflow(tokens ? tokens : micro, o->steps, &all))
+    if (__builtin_mul_overflow(tokens, o->steps, &all))
         fail_user("--steps", "found %" PRId64 " of %" PRId64 " tokens each, wanted fewer than 2^63 tokens in all",
-                  o->steps, tokens ? tokens : micro);
+                  o->steps, tokens);
+}
+
+static void check_rows(const char *flag, int rows) {
+    enum { BLOCK = 128 };
+    int below = rows / BLOCK * BLOCK;
+    if (rows % BLOCK)
+        fail_user(flag, "found %d, wanted a multiple of %d; the nearest is %d", rows, BLOCK, below ? below : BLOCK);
+}
+
+static void check_layout(const struct options *o) {
+    const struct moe_settings *moe = &o->moe;
+    check_rows("--minibatch-rows", moe->minibatch_rows);
+    check_rows("--ring-rows", moe->ring_rows);
+    if (moe->minibatch_rows && moe->ring_rows % moe->minibatch_rows)
+        fail_user("--ring-rows", "found %d, wanted a multiple of --minibatch-rows %d", moe->ring_rows,
+                  moe->minibatch_rows);
+    if (moe->workers && moe->comm_workers >= moe->workers)
+        fail_user("--comm-workers", "found %d, wanted fewer than --workers %d: some must multiply", moe->comm_workers,
+                  moe->workers);
+    if (moe->route != ROUTE_LEARNED)
+        fail_warn("--route", "routing is forced: the numbers of this run are for benchmarks, and the model learns "
+                             "nothing sensible");
 }
 
 static void check_rate(const struct options *o) {
@@ -381,6 +419,9 @@ static void check_modes(const struct options *o, bool prompt_given, bool tempera
     if (o->resume && o->plan)
         fail_user("--plan", "found beside --resume, wanted the flags of a new run: a run that exists has printed its "
                             "plan and kept its settings in config.json");
+    if (o->ranks && !o->plan)
+        fail_user("--ranks", "found without --plan, wanted both: mpirun -n %d starts a run on %d ranks", o->ranks,
+                  o->ranks);
     if (o->override && !o->resume)
         fail_user("--override", "found without --resume, wanted both: it lets a run go on with other settings");
     if (o->generate && o->evaluate) fail_user("--generate", "found beside --evaluate, wanted one of them");
@@ -393,7 +434,7 @@ static void check_modes(const struct options *o, bool prompt_given, bool tempera
 
 // Sampling and evaluating read their model from a checkpoint: the settings of a run would be ignored.
 static void check_no_settings(const char *const values[], const char *mode, const char *const *allowed) {
-    char list[256] = "";
+    char list[512] = "";
     for (const char *const *a = allowed; *a; a++)
         snprintf(list + strlen(list), sizeof list - strlen(list), "%s--%s", a == allowed ? "" : ", ", *a);
     for (int i = 0; i < FLAGS; i++) {
@@ -407,8 +448,9 @@ static void check_no_settings(const char *const values[], const char *mode, cons
 }
 
 static const char *const beside_generate[] = {"from", "prompt", "temperature", "tokenizer", "seed", "seq", NULL};
-static const char *const beside_evaluate[] = {"from",      "data",  "eval-data", "eval-sequences", "eval-choices",
-                                              "tokenizer", "batch", "seq",       "seed",           NULL};
+static const char *const beside_evaluate[] = {
+    "from", "data", "eval-data", "eval-sequences", "eval-choices",   "tokenizer", "batch",           "seq",     "seed",
+    "ep",   "moe",  "workers",   "comm-workers",   "minibatch-rows", "ring-rows", "alltoall-chunks", "timeout", NULL};
 
 // ---- the command line ----
 
@@ -516,16 +558,19 @@ void options_parse(struct options *o, int argc, char **argv) {
     if ((o->generate || o->evaluate) && !value_given(values, "seq")) o->seq = 0;
     check_modes(o, value_given(values, "prompt"), value_given(values, "temperature"));
     if (o->generate) check_no_settings(values, "generate", beside_generate);
-    if (o->evaluate) check_no_settings(values, "evaluate", beside_evaluate);
+    if (!o->evaluate) return;
+    check_no_settings(values, "evaluate", beside_evaluate);
+    check_layout(o);
 }
 
-void options_settle(struct options *o, int argc, char **argv) {
+void options_settle(struct options *o, int ranks, int argc, char **argv) {
     const char *values[FLAGS] = {0};
     collect(values, argc, argv);
     if (!value_given(values, "warmup") && o->warmup > o->steps) o->warmup = o->steps;
     if (!value_given(values, "min-lr") && o->min_lr > o->lr) o->min_lr = o->lr;
-    check_batch(o);
+    settle_batch(o, ranks);
     check_rate(o);
+    check_layout(o);
 }
 
 void options_take_model(struct options *o, const struct config *found, const char *folder, int argc, char **argv) {
@@ -570,20 +615,29 @@ void options_take_data(struct options *o, const struct cJSON *saved, const char 
     if (!eval_data) snprintf(o->eval_data, sizeof o->eval_data, "%s", theirs.eval_data);
 }
 
-void options_resume(struct options *o, const struct cJSON *saved, const char *folder, int argc, char **argv) {
+// What is given now, or the default, where a saved run has no say.
+static void take_start(struct options *o, const struct options *given) {
+    for (int i = 0; i < FLAGS; i++)
+        if (flags[i].change == START)
+            memcpy((char *)o + flags[i].offset, (const char *)given + flags[i].offset, flags[i].size);
+}
+
+void options_resume(struct options *o, const struct cJSON *saved, const char *folder, int ranks, int argc,
+                    char **argv) {
     const char *values[FLAGS] = {0};
     collect(values, argc, argv);
     struct options before, now;
     read_saved(&before, saved, folder);
-    before.resume = before.override = before.overwrite = false; // how it was started
+    take_start(&before, o);
+    if (!before.tokens_per_step) before.tokens_per_step = (int64_t)before.batch * before.seq; // of one rank
     const char *preset = value_given(values, "preset");
     if (preset && strcmp(preset, before.preset) != 0)
         fail_user("--preset", "found %s, wanted %s as in %s; leave it out", preset, before.preset, folder);
-    snprintf(before.out, sizeof before.out, "%s", o->out); // where a run lies is not part of it
     now = before;
     set_given(&now, values);
-    check_batch(&now);
+    settle_batch(&now, ranks);
     check_rate(&now);
+    check_layout(&now);
     printf("going on with the settings saved in %s\n", folder);
     const char *changed = options_compare(stdout, &before, &now, now.override);
     if (changed) {
@@ -617,6 +671,14 @@ struct cJSON *options_to_json(const struct options *o) {
         if (!json || !item || !cJSON_AddItemToObject(json, f->name, item))
             fail_internal("options", "no memory for JSON");
     }
+    return json;
+}
+
+struct cJSON *options_run_to_json(const struct options *o) {
+    cJSON *json = options_to_json(o);
+    for (int i = 0; i < FLAGS; i++)
+        if (flags[i].change == START) cJSON_DeleteItemFromObjectCaseSensitive(json, flags[i].name);
+    cJSON_DeleteItemFromObjectCaseSensitive(json, "from");
     return json;
 }
 
@@ -662,7 +724,7 @@ const char *options_compare(FILE *file, const struct options *before, const stru
         if (!f->value) continue; // switches say what to do, not what the run is
         if (strcmp(flag_text(f, before, old), flag_text(f, now, new)) == 0) continue;
         fprintf(file, "--%s: %s before, %s now\n", f->name, old, new);
-        bool allowed = f->change == FREE || (f->change == FIXED && override);
+        bool allowed = f->change == FREE || f->change == START || (f->change == FIXED && override);
         if (!allowed && !refused) refused = f->name;
     }
     return refused;

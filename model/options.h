@@ -7,6 +7,7 @@
 #include <stdio.h>
 
 #include "model/config.h"
+#include "model/moe_settings.h"
 
 struct cJSON;
 
@@ -26,10 +27,17 @@ struct options {
     bool resume, override, overwrite;
 
     int64_t steps;           // optimizer steps
-    int batch;               // sequences per rank and micro-batch
+    int batch;               // sequences per rank and micro-batch, at most
     int seq;                 // tokens per sequence; with generate or evaluate 0: as the checkpoint
-    int64_t tokens_per_step; // global tokens per optimizer step; 0: one micro-batch
+    int64_t tokens_per_step; // of all ranks; 0, until it is settled: a micro-batch of each rank
     uint64_t seed;
+
+    // How the run is laid out here, which is not part of it: never taken from a run that is resumed.
+    int ep; // ranks of an EP group; 0: chosen
+    struct moe_settings moe;
+    char trace[OPTION_TEXT]; // file; empty: none
+    double timeout;          // seconds that a rank waits for others
+    int ranks;               // with plan: of the job that is planned; 0: those that there are
 
     double lr, min_lr; // peak and last learning rate
     enum schedule schedule;
@@ -59,9 +67,10 @@ struct options {
 // that exclude each other. With --help anywhere, help is set and nothing else is read.
 void options_parse(struct options *o, int argc, char **argv);
 
-// For a new run: a preset's --warmup and --min-lr that were not given shrink to --steps and --lr; then the flags must fit
-// each other. Sizes are checked later by config_validate, once the data has given the vocabulary.
-void options_settle(struct options *o, int argc, char **argv);
+// For a new run on so many ranks: a preset's --warmup and --min-lr that were not given shrink to --steps and --lr, and
+// tokens_per_step becomes a number; then the flags must fit each other. Sizes are checked later by config_validate, once
+// the data has given the vocabulary.
+void options_settle(struct options *o, int ranks, int argc, char **argv);
 
 // For a new run from existing weights, before options_settle: the model is the one found in folder. Flags that were given
 // stay, and what they change is printed; a size is refused, but for fewer MTP modules.
@@ -73,8 +82,8 @@ void options_take_data(struct options *o, const struct cJSON *saved, const char 
 
 // For a resumed run: the settings are those saved in folder, and flags that were given change them. Every change is
 // printed. One that would make it another run is refused without --override, one of a tensor's size always; so is
-// another --preset.
-void options_resume(struct options *o, const struct cJSON *saved, const char *folder, int argc, char **argv);
+// another --preset. Where the run lies and how it is laid out on ranks is as given now.
+void options_resume(struct options *o, const struct cJSON *saved, const char *folder, int ranks, int argc, char **argv);
 
 // Steps of wsd's last phase: decay_steps, or for 0 a fifth of the steps; never more than what follows the warmup.
 int64_t options_decay_steps(const struct options *o);
@@ -88,6 +97,9 @@ void options_print_help(FILE *file);
 // The resolved options as JSON, one member per flag (name without dashes) in table order. Free with cJSON_Delete.
 // Numbers are raw members (cJSON_Raw) with as many digits as they need; a seed above 2^53 is a string.
 struct cJSON *options_to_json(const struct options *o);
+// The same without what is not part of the run: where it lies, what it began from, how it is started and laid out on
+// ranks. Equal runs leave equal bytes.
+struct cJSON *options_run_to_json(const struct options *o);
 // Sets options from such a JSON object; members that are not there leave theirs alone. Returns NULL, or a static line
 // that names the member that is unknown, repeated or wrong, and then o is unchanged.
 const char *options_from_json(struct options *o, const struct cJSON *json);

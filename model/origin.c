@@ -25,29 +25,29 @@ static void take_model(struct options *o, const char *folder, int argc, char **a
 }
 
 // The settings of a run that exists; false if there is none.
-static bool take_saved_settings(struct origin *origin, struct options *o, int argc, char **argv) {
+static bool take_saved_settings(struct origin *origin, struct options *o, int ranks, int argc, char **argv) {
     run_folder_open(o, origin->checkpoint, sizeof origin->checkpoint);
     if (origin->checkpoint[0]) {
         struct checkpoint c = {0};
         checkpoint_load_progress(origin->checkpoint, &c);
-        options_resume(o, c.options, origin->checkpoint, argc, argv);
+        options_resume(o, c.options, origin->checkpoint, ranks, argc, argv);
         cJSON_Delete(c.options);
         cJSON_Delete(c.data);
         return true;
     }
     struct cJSON *settings = run_folder_settings(o->out);
     if (!settings) return false;
-    options_resume(o, settings, o->out, argc, argv);
+    options_resume(o, settings, o->out, ranks, argc, argv);
     cJSON_Delete(settings);
     // Its sizes are among the settings already.
     if (o->from[0]) checkpoint_find(o->from, origin->weights, sizeof origin->weights);
     return true;
 }
 
-void origin_settle(struct origin *origin, struct options *o, int argc, char **argv) {
+void origin_settle(struct origin *origin, struct options *o, int ranks, int argc, char **argv) {
     *origin = (struct origin){0};
     snprintf(origin->tokenizer, sizeof origin->tokenizer, "%s", o->tokenizer); // before the saved one is among them
-    if (o->resume && take_saved_settings(origin, o, argc, argv)) {
+    if (o->resume && take_saved_settings(origin, o, ranks, argc, argv)) {
         // Before the first checkpoint there is none to have the tokenizer.
         if (!origin->checkpoint[0]) snprintf(origin->tokenizer, sizeof origin->tokenizer, "%s", o->tokenizer);
         return;
@@ -56,5 +56,5 @@ void origin_settle(struct origin *origin, struct options *o, int argc, char **ar
         checkpoint_find(o->from, origin->weights, sizeof origin->weights);
         take_model(o, origin->weights, argc, argv);
     }
-    options_settle(o, argc, argv);
+    options_settle(o, ranks, argc, argv);
 }

@@ -48,7 +48,7 @@ const struct preset presets[] = {
                .normalize_gates = true, .route_scale = 2.0, .balance_alpha = 1e-3, .bias_rate = 1e-2,
                .mtp_depth = 0, .mtp_weight = 0.3, .max_positions = 2048, .rms_eps = 1e-6, .rope_theta = 10000,
                .yarn = YARN_OFF, .init_std = 0.08},
-     .batch = 8, .seq = 256, .tokens_per_step = 0, .steps = 1200, .warmup = 40,
+     .batch = 8, .seq = 256, .tokens_per_step = 2048, .steps = 1200, .warmup = 40,
      .lr = 3e-3, .min_lr = 3e-5, .save_every = 600, .eval_every = 300, .sample_every = 0, .sample_tokens = 400},
     {.name = "small",
      .purpose = "a first model for one GPU",

@@ -6,13 +6,13 @@
 #include <string.h>
 
 #include "kernels/fail.h"
+#include "model/leader.h"
 #include "model/schedule.h"
+#include "model/trace.h"
 
 static int window_length(const struct options *o) { return o->seq + 1 + o->model.mtp_depth; }
 
-int64_t trainer_sequences_per_step(const struct options *o) {
-    return o->tokens_per_step ? o->tokens_per_step / o->seq : o->batch;
-}
+int64_t trainer_sequences_per_step(const struct options *o) { return o->tokens_per_step / o->seq; }
 
 // One tensor at a time, so that host memory never holds the model a second time.
 static void initialise_weights(struct trainer *t) {
@@ -22,24 +22,34 @@ static void initialise_weights(struct trainer *t) {
     if (!file || !memory) fail_internal("weights", "found no memory for two tensors of %zu floats", largest);
     for (int i = 0; i < p->count; i++) {
         const struct param *tensor = &p->list[i];
+        if (tensor->offset == PARAM_ELSEWHERE) continue;
         params_init(file, tensor, t->options.model.init_std, t->options.seed);
         params_import(memory, file, tensor);
         device_real_from_float(t->model.weights + tensor->offset, memory, param_size(tensor));
-        device_accum_from_float(t->master + tensor->offset, memory, param_size(tensor));
+        struct piece piece = sharding_piece(&t->sharding, tensor);
+        device_accum_from_float(t->master + piece.state, memory + piece.first, piece.count);
     }
     free(file);
     free(memory);
 }
 
 void trainer_open(struct trainer *t, const struct options *o, const struct data *data,
-                  const struct tokenizer *tokenizer) {
-    *t = (struct trainer){.options = *o, .data = data, .tokenizer = tokenizer, .identity = data_identity(data)};
-    model_open(&t->model, &o->model, o->batch, o->seq, true);
-    size_t bytes = sizeof(accum) * t->model.params.size;
+                  const struct tokenizer *tokenizer, const struct parallel *parallel) {
+    *t = (struct trainer){.options = *o,
+                          .data = data,
+                          .tokenizer = tokenizer,
+                          .identity = data_identity(data),
+                          .parallel = parallel ? parallel : &parallel_alone};
+    model_open(&t->model, &o->model, o->batch, o->seq, true, t->parallel, &o->moe);
+    t->model.seed = o->seed;
+    sharding_build(&t->sharding, &t->model.params, t->parallel);
+    size_t bytes = sizeof(accum) * t->sharding.size;
     t->master = device_alloc(bytes);
     t->m = device_alloc(bytes);
     t->v = device_alloc(bytes);
-    t->prefetch = prefetch_open(data, (size_t)window_length(o), trainer_sequences_per_step(o));
+    int64_t sequences = trainer_sequences_per_step(o);
+    t->share = share_of(sequences, t->parallel, o->batch);
+    t->prefetch = prefetch_open(data, (size_t)window_length(o), t->share.count, sequences);
     initialise_weights(t);
 }
 
@@ -48,6 +58,7 @@ void trainer_close(struct trainer *t) {
     device_free(t->v);
     device_free(t->m);
     device_free(t->master);
+    sharding_free(&t->sharding);
     model_close(&t->model);
     cJSON_Delete(t->identity);
     *t = (struct trainer){0};
@@ -67,7 +78,9 @@ static void check_same_data(const struct trainer *t, const struct cJSON *before)
 void trainer_restore(struct trainer *t, const char *folder) {
     struct checkpoint c = trainer_checkpoint(t);
     checkpoint_load_progress(folder, &c);
+    leader_begin(t->parallel->world);
     check_same_data(t, c.data);
+    leader_end(t->parallel->world);
     cJSON_Delete(c.data);
     cJSON_Delete(c.options);
     checkpoint_load_state(folder, &c);
@@ -101,38 +114,121 @@ static void report_loads(const struct trainer *t, struct step_report *report) {
     free(loads);
 }
 
-void trainer_accumulate(struct trainer *t, struct step_report *report) {
-    const struct options *o = &t->options;
-    const struct config *c = &o->model;
-    int64_t count = trainer_sequences_per_step(o);
-    int length = window_length(o);
-    t->window = prefetch_take(t->prefetch, t->sequences, &report->data_seconds);
+// ---- sums over the ranks ----
 
+// What the losses of the step are divided by, on all ranks, before any of them is computed.
+static struct step_totals step_totals(const struct trainer *t) {
+    const struct options *o = &t->options;
     struct step_totals totals = {0};
-    model_add_totals(&totals, c, (struct batch){t->window, (int)count, o->seq});
-    device_zero(t->model.grads, sizeof(accum) * t->model.params.size);
-    device_zero(t->model.counts, sizeof(int64_t) * model_bias_size(c));
+    model_add_totals(&totals, &o->model, (struct batch){t->window, (int)t->share.count, o->seq, t->share.first});
+    comm_sum_int64(t->parallel->world, totals.targets, MTP_MAX + 1);
+    comm_sum_int64(t->parallel->world, &totals.sequences, 1);
+    return totals;
+}
+
+static void sum_losses(const struct trainer *t, struct losses *sums) {
+    comm_sum_double(t->parallel->world, sums->cross_entropy, MTP_MAX + 1);
+    comm_sum_double(t->parallel->world, &sums->balance, 1);
+}
+
+static void sum_counts(struct trainer *t) {
+    size_t size = model_bias_size(&t->options.model);
+    if (t->parallel->ranks == 1 || size == 0) return;
+    int64_t *counts = malloc(sizeof *counts * size);
+    if (!counts) fail_internal("expert load", "found no memory for %zu counts", size);
+    device_copy_out(counts, t->model.counts, sizeof *counts * size);
+    comm_sum_int64(t->parallel->world, counts, size);
+    device_copy_in(t->model.counts, counts, sizeof *counts * size);
+    free(counts);
+}
+
+// Dense gradients over all ranks. An expert's are summed over its replicas only: the tokens of all ranks of its group are
+// in them already.
+static void sum_gradients(struct trainer *t) {
+    comm_reduce_scatter(t->parallel->world, t->model.grads, t->sharding.dense_offsets);
+    comm_reduce_scatter(t->parallel->replicas, t->model.grads, t->sharding.expert_offsets);
+}
+
+static void gather_weights(struct trainer *t) {
+    comm_all_gather(t->parallel->world, t->model.weights, t->sharding.dense_offsets);
+    comm_all_gather(t->parallel->replicas, t->model.weights, t->sharding.expert_offsets);
+}
+
+static double shard_squares(const accum *values, const struct shard *s) {
+    return device_sum_squares(values + s->begin, s->end - s->begin);
+}
+
+// Norm over all ranks: the shards have every parameter once.
+static double gradient_norm(const struct trainer *t) {
+    const accum *grads = t->model.grads;
+    double squares = shard_squares(grads, &t->sharding.dense) + shard_squares(grads, &t->sharding.experts);
+    comm_sum_double(t->parallel->world, &squares, 1);
+    return sqrt(squares);
+}
+
+// ---- the step ----
+
+static struct losses pass_over_step(struct trainer *t, const struct step_totals *totals) {
+    const struct options *o = &t->options;
+    size_t length = (size_t)window_length(o);
     struct losses sums = {0};
-    for (int64_t first = 0; first < count; first += o->batch) {
-        struct batch batch = {t->window + (size_t)first * (size_t)length, o->batch, o->seq};
-        struct losses part = model_gradient(&t->model, batch, &totals);
-        for (int k = 0; k <= c->mtp_depth; k++) sums.cross_entropy[k] += part.cross_entropy[k];
+    t->model.step = t->step;
+    t->model.first_use = true;
+    for (int64_t round = 0; round < t->share.rounds; round++) {
+        int64_t first = round * o->batch;
+        int rows = share_round(&t->share, round, o->batch);
+        struct batch batch = {rows ? t->window + (size_t)first * length : NULL, rows, o->seq, t->share.first + first};
+        struct losses part = model_gradient(&t->model, batch, totals);
+        for (int k = 0; k <= o->model.mtp_depth; k++) sums.cross_entropy[k] += part.cross_entropy[k];
         sums.balance += part.balance;
+        t->model.first_use = false;
     }
+    return sums;
+}
+
+void trainer_accumulate(struct trainer *t, struct step_report *report) {
+    double begin = trace_now(t->model.trace);
+    t->window = prefetch_take(t->prefetch, t->sequences + t->share.first, &report->data_seconds);
+    struct step_totals totals = step_totals(t);
+    // The first backward pass of the step stores the experts' gradients.
+    device_zero(t->model.grads, sizeof(accum) * t->model.params.dense_size);
+    device_zero(t->model.counts, sizeof(int64_t) * model_bias_size(&t->options.model));
+    trace_add_phase(t->model.trace, "read data", -1, begin);
+    struct losses sums = pass_over_step(t, &totals);
+    begin = trace_now(t->model.trace);
+    sum_losses(t, &sums);
+    sum_counts(t);
+    sum_gradients(t);
+    trace_add_phase(t->model.trace, "sum gradients", -1, begin);
     report_losses(t, report, sums, &totals);
     report_loads(t, report);
+}
+
+static void update_stretch(struct trainer *t, const struct shard *s, size_t offset, size_t size, struct adamw a) {
+    struct piece piece = sharding_cut(s, offset, size);
+    size_t first = offset + piece.first;
+    if (piece.count)
+        adamw_update(t->master + piece.state, t->m + piece.state, t->v + piece.state, t->model.weights + first,
+                     t->model.grads + first, piece.count, a);
+}
+
+// The next tensor of this rank from number i on.
+static int next_here(const struct params *p, int i) {
+    while (i < p->count && p->list[i].offset == PARAM_ELSEWHERE) i++;
+    return i;
 }
 
 // Matrices decay, norms do not; one call per stretch of neighbours that are treated alike.
 static void update_weights(struct trainer *t, struct adamw a, double weight_decay) {
     const struct params *p = &t->model.params;
-    for (int first = 0, last; first < p->count; first = last) {
+    for (int first = next_here(p, 0), last; first < p->count; first = last) {
         bool decay = p->list[first].decay;
-        for (last = first + 1; last < p->count && p->list[last].decay == decay;) last++;
-        size_t begin = p->list[first].offset, end = last < p->count ? p->list[last].offset : p->size;
+        for (last = next_here(p, first + 1); last < p->count && p->list[last].decay == decay;)
+            last = next_here(p, last + 1);
+        size_t offset = p->list[first].offset, size = (last < p->count ? p->list[last].offset : p->size) - offset;
         a.weight_decay = decay ? weight_decay : 0;
-        adamw_update(t->master + begin, t->m + begin, t->v + begin, t->model.weights + begin, t->model.grads + begin,
-                     end - begin, a);
+        update_stretch(t, &t->sharding.dense, offset, size, a);
+        update_stretch(t, &t->sharding.experts, offset, size, a);
     }
 }
 
@@ -140,14 +236,19 @@ void trainer_update(struct trainer *t, struct step_report *report) {
     const struct options *o = &t->options;
     const struct config *c = &o->model;
     report->step = t->step + 1;
-    report->norm = sqrt(device_sum_squares(t->model.grads, t->model.params.size));
+    report->norm = gradient_norm(t);
     report->lr = schedule_lr(o, t->step);
     report->finite = isfinite(report->norm) && isfinite(report->loss);
     if (!report->finite) return;
 
+    double begin = trace_now(t->model.trace);
     double clip = o->clip > 0 && report->norm > o->clip ? o->clip / report->norm : 1;
     update_weights(t, (struct adamw){report->lr, o->beta1, o->beta2, o->adam_eps, 0, clip, t->step + 1},
                    o->weight_decay);
+    trace_add_phase(t->model.trace, "update weights", -1, begin);
+    begin = trace_now(t->model.trace);
+    gather_weights(t);
+    trace_add_phase(t->model.trace, "gather weights", -1, begin);
     for (int block = c->dense_layers; block < config_blocks(c); block++)
         router_update_bias(model_bias(&t->model, block), model_counts(&t->model, block), c->experts, c->bias_rate);
     t->step++;
@@ -156,7 +257,9 @@ void trainer_update(struct trainer *t, struct step_report *report) {
 }
 
 bool trainer_is_finite(const struct trainer *t) {
-    return isfinite(device_sum_squares(t->master, t->model.params.size));
+    double squares = device_sum_squares(t->master, t->sharding.size);
+    comm_sum_double(t->parallel->world, &squares, 1);
+    return isfinite(squares);
 }
 
 struct step_report trainer_step(struct trainer *t) {
@@ -208,6 +311,8 @@ struct checkpoint trainer_checkpoint(struct trainer *t) {
                                .data = t->identity,
                                .config = &t->model.config,
                                .params = &t->model.params,
+                               .parallel = t->parallel,
+                               .sharding = &t->sharding,
                                .weights = t->model.weights,
                                .master = t->master,
                                .m = t->m,

@@ -13,7 +13,7 @@ enum { LENGTH = 12, ROWS = 7 };
 
 static void open_model(struct model *m, const struct config *c, int batch, int seq) {
     config_validate(c);
-    model_open(m, c, batch, seq, true);
+    model_open(m, c, batch, seq, true, NULL, NULL);
     init_weights(m->weights, &m->params, 0.15, 1);
 }
 
@@ -61,7 +61,7 @@ static void scores_are_the_losses_of_every_target(void **state) {
     for (int t = 5; t < columns; t++) tokens[columns + t] = -1; // the second row is short
     float losses[3 * LENGTH];
     for (int i = 0; i < 3 * LENGTH; i++) losses[i] = NAN;
-    model_score(&m, (struct batch){tokens, 3, LENGTH}, losses);
+    model_score(&m, (struct batch){tokens, 3, LENGTH, 0}, losses);
     for (int b = 0; b < 3; b++) {
         const int32_t *row = tokens + b * columns;
         for (int t = 0; t < LENGTH; t++) {
@@ -209,7 +209,7 @@ static void first_of_equal_completions_is_the_answer(void **state) {
     (void)state;
     struct config c = unit();
     struct model m;
-    model_open(&m, &c, 2, 16, false);
+    model_open(&m, &c, 2, 16, false, NULL, NULL);
     struct choice_example examples[3];
     struct choices choices = make_choices(examples, 3, c.vocab);
     for (int i = 0; i < 3; i++) {
@@ -259,7 +259,7 @@ static void teach(struct model *m, int steps) {
         int n = sprintf(text, "the %s says %s.", animals[b][0], animals[b][1]);
         for (int t = 0; t < columns; t++) tokens[b * columns + t] = t < n ? (unsigned char)text[t] : -1;
     }
-    struct batch batch = {tokens, 4, T};
+    struct batch batch = {tokens, 4, T, 0};
     struct step_totals totals = {0};
     model_add_totals(&totals, &m->config, batch);
     for (int step = 1; step <= steps; step++) {
@@ -285,7 +285,7 @@ static void trained_model_knows_the_answers(void **state) {
     c.vocab = 257;
     struct model m;
     config_validate(&c);
-    model_open(&m, &c, 4, 24, true);
+    model_open(&m, &c, 4, 24, true, NULL, NULL);
     init_weights(m.weights, &m.params, 0.05, 1);
     struct choice_example examples[4];
     int next = 0;
@@ -376,7 +376,7 @@ static double sum_of_batches(struct model *m, const struct data *d, int batch) {
     for (int first = 0; first < SEQUENCES; first += batch) {
         int rows = SEQUENCES - first < batch ? SEQUENCES - first : batch;
         for (int b = 0; b < rows; b++) data_read_or_fail(d, DATA_EVAL, (uint64_t)(first + b), tokens + b * columns);
-        nats += model_evaluate(m, (struct batch){tokens, rows, SEQ}).cross_entropy[0];
+        nats += model_evaluate(m, (struct batch){tokens, rows, SEQ, 0}).cross_entropy[0];
     }
     free(tokens);
     return nats;
@@ -453,7 +453,7 @@ static void bits_per_byte_count_the_bytes_of_long_tokens(void **state) {
     assert_int_equal(data_settle_vocab(d, 0), c.vocab);
     struct model m;
     config_validate(&c);
-    model_open(&m, &c, 2, SEQ, false);
+    model_open(&m, &c, 2, SEQ, false, NULL, NULL);
     int64_t read = 0;
     for (uint64_t i = 0; i < 3; i++) {
         int32_t tokens[SEQ + 1 + MTP_MAX];

@@ -88,7 +88,7 @@ static void open_model(struct model *m, int vocab) {
     c.mtp_depth = 0;
     c.vocab = vocab;
     config_validate(&c);
-    model_open(m, &c, 1, SEQ, false);
+    model_open(m, &c, 1, SEQ, false, NULL, NULL);
     init_weights(m->weights, &m->params, 0.2, 3);
 }
 
@@ -188,7 +188,7 @@ static void every_position_draws_anew(void **state) {
     (void)state;
     struct config c = preset_find("unit")->model;
     struct model m;
-    model_open(&m, &c, 1, 16, false); // weights of zero
+    model_open(&m, &c, 1, 16, false, NULL, NULL); // weights of zero
     int32_t tokens[33] = {0};
     assert_int_equal(generate_tokens(&m, tokens, 1, 32, 1, 5, -1), 32);
     int repeats = 0;

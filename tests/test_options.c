@@ -1,51 +1,5 @@
-// Flags, presets and the rules between sizes: what is taken, what is refused and with which words.
-#include "tests/child.h"
-
-#include <cjson/cJSON.h>
-#include <limits.h>
-#include <stdbool.h>
-
-#include "model/config.h"
-#include "model/options.h"
-#include "model/presets.h"
-
-// ---- helpers ----
-
-// "--flag value ..." split at spaces.
-struct arguments {
-    char copy[4096], *argv[64];
-    int argc;
-};
-
-static void split(struct arguments *a, const char *line) {
-    char *rest;
-    *a = (struct arguments){.argv = {"train"}, .argc = 1};
-    snprintf(a->copy, sizeof a->copy, "%s", line);
-    for (char *word = strtok_r(a->copy, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) a->argv[a->argc++] = word;
-}
-
-static void parse(struct options *o, const char *line) {
-    struct arguments a;
-    split(&a, line);
-    options_parse(o, a.argc, a.argv);
-    if (!o->generate && !o->evaluate && !o->help) options_settle(o, a.argc, a.argv);
-}
-
-static void parse_line(void *line) {
-    struct options o;
-    parse(&o, line);
-}
-
-static void validate(void *c) { config_validate(c); }
-
-// One line, exit code 2, and every one of the words (ended by NULL) in it.
-static void assert_refused(const char *what, int code, const char *message, const char *const *words) {
-    if (code != 2) fail_msg("%s: exit code %d, wanted 2 (%s)", what, code, message);
-    const char *end = strchr(message, '\n');
-    if (!end || end[1] || strncmp(message, "mok: error: ", 12) != 0) fail_msg("%s: not one line: %s", what, message);
-    for (; *words; words++)
-        if (!strstr(message, *words)) fail_msg("%s: no '%s' in: %s", what, *words, message);
-}
+// Flags: what is taken, what is refused and with which words.
+#include "tests/options.h"
 
 // Static, overwritten by the next call.
 static char *help_text(void) {
@@ -55,15 +9,6 @@ static char *help_text(void) {
     options_print_help(file);
     assert_int_equal(fclose(file), 0);
     return text;
-}
-
-static void set_preset(struct options *o, const char *name) { assert_true(options_set_preset(o, name)); }
-
-static const struct config *valid_config(const struct preset *p) {
-    static struct config c;
-    c = p->model;
-    if (!c.vocab) c.vocab = 257;
-    return &c;
 }
 
 // ---- the command line ----
@@ -120,9 +65,8 @@ static void refused_command_lines_name_flag_found_and_wanted(void **state) {
          {"--batch: found 65536", "--seq 32767", "--top-k 8"}},
         {"--seq 4096 --max-positions 2048", {"--seq: found 4096", "--max-positions 2048"}},
         // nanochat issue 532: a bare assertion
-        {"--batch 4 --seq 256 --tokens-per-step 512",
-         {"--tokens-per-step: found 512", "--batch 4", "--seq 256", "= 1024", "nearest is 1024"}},
-        {"--batch 4 --seq 256 --tokens-per-step 2500", {"found 2500", "= 1024", "nearest is 2048 or 3072"}},
+        {"--seq 256 --tokens-per-step 255", {"--tokens-per-step: found 255", "--seq 256", "nearest is 256"}},
+        {"--seq 256 --tokens-per-step 700", {"--tokens-per-step: found 700", "nearest is 512 or 768"}},
         {"--batch 1 --seq 1 --tokens-per-step 3000000000", {"--tokens-per-step: found 3000000000", "2147483647"}},
         {"--steps 1000000000000 --batch 1000 --seq 1000 --tokens-per-step 1000000000000",
          {"--steps: found 1000000000000", "2^63"}},
@@ -130,6 +74,16 @@ static void refused_command_lines_name_flag_found_and_wanted(void **state) {
         {"--lr 1e-4 --min-lr 2e-4", {"--min-lr: found 0.0002", "--lr 0.0001"}},
         {"--schedule wsd --steps 100 --warmup 20 --decay-steps 81",
          {"--decay-steps: found 81", "--steps 100", "--warmup 20"}},
+        {"--ep -1", {"--ep: found '-1'"}},
+        {"--moe nccl", {"--moe: found 'nccl'", "mok|alltoall"}},
+        {"--route W8", {"--route: found 'W8'", "learned|balanced|W1"}},
+        {"--alltoall-chunks 0", {"--alltoall-chunks: found '0'", "from 1"}},
+        {"--timeout 0", {"--timeout: found '0'", ">0"}},
+        {"--minibatch-rows 100", {"--minibatch-rows: found 100", "multiple of 128", "nearest is 128"}},
+        {"--ring-rows 1000", {"--ring-rows: found 1000", "multiple of 128", "nearest is 896"}},
+        {"--minibatch-rows 256 --ring-rows 640", {"--ring-rows: found 640", "--minibatch-rows 256"}},
+        {"--workers 2 --comm-workers 2", {"--comm-workers: found 2", "--workers 2"}},
+        {"--ranks 64", {"--ranks: found without --plan", "mpirun -n 64"}},
         {"--resume --overwrite", {"--resume", "--overwrite"}},
         {"--generate 10", {"--generate", "--from"}},
         {"--override", {"--override: found without --resume"}},
@@ -137,6 +91,7 @@ static void refused_command_lines_name_flag_found_and_wanted(void **state) {
         {"--generate 10 --from x --data y", {"--data: found beside --generate", "--tokenizer"}},
         {"--evaluate", {"--evaluate: found without --from"}},
         {"--evaluate --from x --lr 1", {"--lr: found beside --evaluate", "--eval-choices"}},
+        {"--evaluate --from x --ring-rows 100", {"--ring-rows: found 100", "multiple of 128"}},
         {"--evaluate --from x --generate 1", {"--generate: found beside --evaluate"}},
         {"--prompt Once", {"--prompt", "--generate"}},
         {"--temperature 1", {"--temperature", "--generate"}},
@@ -195,6 +150,7 @@ static void no_flags_mean_the_tiny_preset(void **state) {
     struct options o, tiny;
     parse(&o, "");
     set_preset(&tiny, "tiny");
+    tiny.tokens_per_step = (int64_t)tiny.batch * tiny.seq; // which a preset leaves open
     assert_null(options_compare(stdout, &tiny, &o, false));
     assert_string_equal(o.preset, "tiny");
     assert_string_equal(o.data, "stories");
@@ -225,6 +181,44 @@ static void decay_of_wsd_is_a_fifth_and_fits_behind_the_warmup(void **state) {
     assert_int_equal(options_decay_steps(&o), 1);
     parse(&o, "--schedule wsd --steps 1 --warmup 1");
     assert_int_equal(options_decay_steps(&o), 0);
+}
+
+static void every_rank_has_a_micro_batch_where_nothing_is_said(void **state) {
+    (void)state;
+    struct arguments a;
+    struct options o;
+    split(&a, "--preset unit --batch 3 --seq 16");
+    for (int ranks = 1; ranks <= 6; ranks++) {
+        options_parse(&o, a.argc, a.argv);
+        options_settle(&o, ranks, a.argc, a.argv);
+        assert_int_equal(o.tokens_per_step, ranks * 3 * 16);
+    }
+    split(&a, "--preset unit --batch 3 --seq 16 --tokens-per-step 80"); // does not divide by the ranks
+    options_parse(&o, a.argc, a.argv);
+    options_settle(&o, 3, a.argc, a.argv);
+    assert_int_equal(o.tokens_per_step, 80);
+}
+
+static void layout_flags_arrive(void **state) {
+    (void)state;
+    struct options o;
+    parse(&o, "--ep 3 --moe alltoall --alltoall-chunks 4 --workers 5 --comm-workers 2 --minibatch-rows 256 "
+              "--ring-rows 1024 --route W7 --trace t.json --timeout 0.5");
+    assert_true(o.ep == 3 && o.moe.kind == MOE_ALLTOALL && o.moe.alltoall_chunks == 4 && o.moe.workers == 5 &&
+                o.moe.comm_workers == 2 && o.moe.minibatch_rows == 256 && o.moe.ring_rows == 1024 &&
+                o.moe.route == ROUTE_W7 && o.timeout == 0.5);
+    assert_string_equal(o.trace, "t.json");
+    parse(&o, "--plan --ranks 72");
+    assert_int_equal(o.ranks, 72);
+}
+
+static void forced_routing_warns(void **state) {
+    (void)state;
+    char message[1024];
+    assert_int_equal(run_child(parse_line, "--route W1", message, sizeof message), 0);
+    assert_non_null(strstr(message, "mok: warning: --route: "));
+    assert_int_equal(run_child(parse_line, "--route learned", message, sizeof message), 0);
+    assert_string_equal(message, "");
 }
 
 // ---- help ----
@@ -269,6 +263,7 @@ static void every_flag_of_the_help_parses_and_every_flag_is_in_it(void **state) 
                  sampling                        ? " --generate 1 --from x"
                  : strcmp(name, "override") == 0 ? " --resume"
                  : strcmp(name, "evaluate") == 0 ? " --from x"
+                 : strcmp(name, "ranks") == 0    ? " --plan"
                                                  : "");
         int code = run_child(parse_line, arguments, message, sizeof message);
         if (code != 0) fail_msg("%s: exit code %d: %s", arguments, code, message);
@@ -294,22 +289,6 @@ static void help_lists_every_preset_and_keeps_to_100_columns(void **state) {
 
 // ---- JSON ----
 
-static char *print_options(const struct options *o) {
-    cJSON *json = options_to_json(o);
-    char *text = cJSON_PrintUnformatted(json);
-    assert_non_null(text);
-    cJSON_Delete(json);
-    return text;
-}
-
-static const char *read_options(struct options *o, const char *text) {
-    cJSON *json = cJSON_Parse(text);
-    assert_non_null(json);
-    const char *wrong = options_from_json(o, json);
-    cJSON_Delete(json);
-    return wrong;
-}
-
 static void every_flag_round_trips_through_json_and_changes_nothing_else(void **state) {
     (void)state;
     struct options defaults;
@@ -323,6 +302,8 @@ static void every_flag_round_trips_through_json_and_changes_nothing_else(void **
         if (cJSON_IsBool(item)) value = cJSON_IsTrue(item) ? "false" : "true";
         if (cJSON_IsString(item)) value = "\"x \\\"y\\\" \\u00e9\"";
         if (strcmp(item->string, "schedule") == 0) value = "\"constant\"";
+        if (strcmp(item->string, "moe") == 0) value = "\"alltoall\"";
+        if (strcmp(item->string, "route") == 0) value = "\"W7\"";
         char patch[256];
         snprintf(patch, sizeof patch, "{\"%s\": %s}", item->string, value);
 
@@ -366,6 +347,24 @@ static void numbers_survive_json_to_the_last_bit(void **state) {
     assert_true(again.seed == o.seed);
     assert_true(again.steps == o.steps);
     free(text);
+}
+
+// Checkpoints of one run under several layouts can be compared byte by byte.
+static void run_is_told_without_its_layout(void **state) {
+    (void)state;
+    struct options a, b;
+    parse(&a, "--preset unit --lr 0.01 --tokens-per-step 512 --out a");
+    parse(&b, "--preset unit --lr 0.01 --tokens-per-step 512 --out b --overwrite --from c --ep 4 --moe alltoall "
+              "--workers 3 --comm-workers 1 --minibatch-rows 128 --ring-rows 256 --alltoall-chunks 2 "
+              "--trace t --timeout 9");
+    cJSON *of_a = options_run_to_json(&a), *of_b = options_run_to_json(&b);
+    assert_true(cJSON_Compare(of_a, of_b, true));
+    b.lr = 0.02;
+    cJSON *other = options_run_to_json(&b);
+    assert_false(cJSON_Compare(of_a, other, true));
+    cJSON_Delete(of_a);
+    cJSON_Delete(of_b);
+    cJSON_Delete(other);
 }
 
 static void wrong_json_is_named_and_changes_nothing(void **state) {
@@ -439,6 +438,8 @@ static cJSON *other_value(const cJSON *item) {
     if (cJSON_IsString(item)) {
         if (strcmp(item->valuestring, "cosine") == 0) return cJSON_CreateString("linear");
         if (strcmp(item->valuestring, "tiny") == 0) return cJSON_CreateString("small");
+        if (strcmp(item->valuestring, "mok") == 0) return cJSON_CreateString("alltoall");
+        if (strcmp(item->valuestring, "learned") == 0) return cJSON_CreateString("balanced");
         return cJSON_CreateString("other");
     }
     double value = strtod(item->valuestring, NULL);
@@ -450,7 +451,8 @@ static cJSON *other_value(const cJSON *item) {
 static void every_flag_says_whether_a_resumed_run_may_change_it(void **state) {
     (void)state;
     static const char free_flags[] =
-        " preset data eval-data tokenizer from out resume override overwrite evaluate device "
+        " preset data eval-data tokenizer from out resume override overwrite evaluate device batch "
+        "ep moe workers comm-workers minibatch-rows ring-rows alltoall-chunks trace timeout ranks "
         "plan help steps save-every keep eval-every eval-sequences eval-choices "
         "sample-every sample-tokens log-moe-every generate prompt temperature ";
     static const char sizes[] = " vocab hidden layers dense-layers heads q-rank kv-rank nope-dim rope-dim value-dim "
@@ -486,12 +488,14 @@ static void every_flag_says_whether_a_resumed_run_may_change_it(void **state) {
 // Settings that no default has, as a checkpoint keeps them.
 static struct cJSON *saved_settings(void) {
     struct options o;
-    parse(&o, "--preset unit --lr 0.01 --keep 0 --steps 70 --warmup 7 --seq 16 --data my.txt --out elsewhere");
+    parse(&o, "--preset unit --lr 0.01 --keep 0 --steps 70 --warmup 7 --seq 16 --data my.txt --out elsewhere "
+              "--batch 3 --ep 2 --moe alltoall --workers 3 --timeout 7 --trace old.json");
     return options_to_json(&o);
 }
 
 struct resuming {
     const char *line;
+    int ranks; // 0: one
     struct options o;
 };
 
@@ -501,7 +505,7 @@ static void resume_line(void *argument) {
     split(&a, r->line);
     cJSON *saved = saved_settings();
     options_parse(&r->o, a.argc, a.argv);
-    options_resume(&r->o, saved, "run/step-00000005", a.argc, a.argv);
+    options_resume(&r->o, saved, "run/step-00000005", r->ranks ? r->ranks : 1, a.argc, a.argv);
     cJSON_Delete(saved);
 }
 
@@ -526,6 +530,23 @@ static void flags_that_are_given_change_a_resumed_run(void **state) {
     assert_true(r.o.lr == 0.02 && r.o.warmup == 3 && r.o.steps == 70 && r.o.model.top_k == 1);
 }
 
+// The layout of a run belongs to the machine it runs on now; what a step trains on stays the same.
+static void resumed_run_is_laid_out_anew(void **state) {
+    (void)state;
+    struct resuming r = {.line = "--resume", .ranks = 5};
+    resume_line(&r);
+    assert_true(r.o.ep == 0 && r.o.moe.kind == MOE_MOK && r.o.moe.workers == 0 && r.o.timeout == 300);
+    assert_string_equal(r.o.trace, "");
+    assert_int_equal(r.o.batch, 3);
+    assert_int_equal(r.o.tokens_per_step, 3 * 16); // as the one rank before
+    r.line = "--resume --ep 4 --moe alltoall --alltoall-chunks 3 --batch 1 --trace new.json";
+    resume_line(&r);
+    assert_true(r.o.ep == 4 && r.o.moe.kind == MOE_ALLTOALL && r.o.moe.alltoall_chunks == 3 && r.o.moe.workers == 0);
+    assert_string_equal(r.o.trace, "new.json");
+    assert_int_equal(r.o.batch, 1);
+    assert_int_equal(r.o.tokens_per_step, 3 * 16);
+}
+
 // The rate of a checkpoint beats the command line, or the other way round, in silence (Megatron-LM issue 963, verl issue
 // 7953).
 static void changes_that_make_another_run_are_refused(void **state) {
@@ -534,7 +555,7 @@ static void changes_that_make_another_run_are_refused(void **state) {
         const char *line, *words[5];
     } cases[] = {
         {"--resume --lr 0.02", {"--lr: found another value", "run/step-00000005", "--override", "--out"}},
-        {"--resume --batch 3", {"--batch: found another value", "--override"}},
+        {"--resume --tokens-per-step 64", {"--tokens-per-step: found another value", "--override"}},
         {"--resume --warmup 3", {"--warmup: found another value"}},
         {"--resume --hidden 96", {"--hidden: found another value", "leave the flag out, or start a new run"}},
         {"--resume --override --hidden 96", {"--hidden: found another value"}},
@@ -567,7 +588,7 @@ static void take_line(void *argument) {
     split(&a, t->line);
     options_parse(&t->o, a.argc, a.argv);
     options_take_model(&t->o, &t->found, "there", a.argc, a.argv);
-    options_settle(&t->o, a.argc, a.argv);
+    options_settle(&t->o, 1, a.argc, a.argv);
 }
 
 static struct config other_model(void) {
@@ -619,190 +640,16 @@ static void sizes_that_contradict_the_weights_are_refused(void **state) {
     }
 }
 
-// ---- presets and configurations ----
-
-static void every_preset_is_valid_and_parses(void **state) {
-    (void)state;
-    for (int i = 0; i < preset_count; i++) {
-        char message[1024], line[64];
-        int code = run_child(validate, (void *)valid_config(&presets[i]), message, sizeof message);
-        if (code) fail_msg("preset %s: %s", presets[i].name, message);
-        snprintf(line, sizeof line, "--preset %s", presets[i].name);
-        code = run_child(parse_line, line, message, sizeof message);
-        if (code) fail_msg("%s: %s", line, message);
-        struct options o;
-        set_preset(&o, presets[i].name);
-        char *text = print_options(&o);
-        assert_non_null(strstr(text, presets[i].name));
-        free(text);
-    }
-    struct config unknown_vocab = preset_find("tiny")->model;
-    assert_int_equal(unknown_vocab.vocab, 0);
-    config_validate(&unknown_vocab);
-}
-
-static void unit_presets_have_what_the_tests_count_on(void **state) {
-    (void)state;
-    const struct config *unit = &preset_find("unit")->model, *aligned = &preset_find("unit-128")->model;
-    assert_true(unit->q_rank > 0 && unit->dense_layers > 0 && unit->dense_layers < unit->layers && unit->groups > 1 &&
-                unit->top_groups < unit->groups && unit->shared_experts > 0 && unit->mtp_depth > 0 &&
-                unit->normalize_gates && unit->balance_alpha > 0);
-    assert_int_equal(preset_find("unit-12")->model.experts, 12);
-    int widths[] = {aligned->hidden,
-                    aligned->intermediate,
-                    aligned->expert_intermediate,
-                    config_shared_intermediate(aligned),
-                    aligned->q_rank,
-                    aligned->kv_rank,
-                    aligned->vocab,
-                    aligned->heads * config_query_dim(aligned),
-                    aligned->heads * aligned->value_dim,
-                    aligned->heads * (aligned->nope_dim + aligned->value_dim)};
-    for (size_t i = 0; i < sizeof widths / sizeof *widths; i++) assert_int_equal(widths[i] % 128, 0);
-}
-
-static void every_broken_rule_names_both_flags_and_values(void **state) {
-    (void)state;
-    const struct {
-        const char *patch, *words[5]; // patch of the unit preset: 8 experts, groups 4, top_groups 2, top_k 2
-    } cases[] = {
-        {"{\"groups\": 3}", {"--groups: found 3", "--experts 8"}},
-        {"{\"groups\": 8}", {"--groups: found 8", "--experts 8", "at least 2"}},
-        {"{\"top-groups\": 5}", {"--top-groups: found 5", "--groups 4"}},
-        {"{\"top-groups\": 1, \"top-k\": 3}", {"--top-groups: found 1", "--top-k 3", "--groups 4", "--experts 8"}},
-        {"{\"top-k\": 9}", {"--top-k: found 9", "--experts 8"}},
-        {"{\"top-k\": 1}", {"--normalize-gates: found true", "--top-k 1"}},
-        {"{\"rope-dim\": 7}", {"--rope-dim: found 7", "even"}},
-        {"{\"dense-layers\": 4}", {"--dense-layers: found 4", "--layers 3"}},
-        {"{\"intermediate\": 0}", {"--intermediate: found 0", "--dense-layers 1"}},
-        {"{\"experts\": 0}", {"--experts: found 0", "--dense-layers 1", "--layers 3"}},
-        {"{\"dense-layers\": 3, \"experts\": 0}", {"--experts: found 0", "--mtp-depth 1"}},
-        {"{\"expert-intermediate\": 0}", {"--expert-intermediate: found 0", "--dense-layers 1"}},
-        {"{\"top-k\": 0}", {"--top-k: found 0", "--dense-layers 1"}},
-        {"{\"groups\": 0}", {"--groups: found 0", "--dense-layers 1"}},
-        {"{\"top-groups\": 0}", {"--top-groups: found 0", "--dense-layers 1"}},
-        {"{\"hidden\": 2000000000}", {"--hidden: found 2000000000", "1 to 1073741823"}},
-        {"{\"layers\": 100000}", {"--layers: found 100000", "65536"}},
-        {"{\"heads\": 1000000, \"nope-dim\": 10000}", {"--heads: found 1000000", "--nope-dim + --rope-dim = 10008"}},
-        {"{\"heads\": 1000000, \"value-dim\": 10000}", {"--heads: found 1000000", "--nope-dim + --value-dim = 10016"}},
-        {"{\"shared-experts\": 1000000, \"expert-intermediate\": 10000}",
-         {"--shared-experts: found 1000000", "--expert-intermediate = 10000"}},
-        {"{\"experts\": 1000000000}", {"--experts: found 1000000000", "--layers + --mtp-depth = 4"}},
-        {"{\"hidden\": 1000000000, \"layers\": 1000}", {"--hidden: found 1000000000", "--layers 1000"}},
-        {"{\"yarn-factor\": 0.5}", {"--yarn-factor: found 0.5", "at least 1"}},
-        {"{\"yarn-factor\": 2, \"max-positions\": 8193}",
-         {"--max-positions: found 8193", "--yarn-factor 2", "--yarn-original-length 4096"}},
-        {"{\"yarn-factor\": 2, \"yarn-beta-fast\": 1}", {"--yarn-beta-fast: found 1", "--yarn-beta-slow 1"}},
-        {"{\"yarn-factor\": 2, \"yarn-beta-slow\": 0}", {"--yarn-beta-fast: found 32", "--yarn-beta-slow 0"}},
-        {"{\"yarn-factor\": 2, \"rope-theta\": 1}", {"--rope-theta: found 1", "--yarn-factor 2"}},
-    };
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        struct options o;
-        set_preset(&o, "unit");
-        const char *wrong = read_options(&o, cases[i].patch);
-        if (wrong) fail_msg("%s: %s", cases[i].patch, wrong);
-        char message[1024];
-        const char *words[6] = {0};
-        memcpy(words, cases[i].words, sizeof cases[i].words);
-        int code = run_child(validate, &o.model, message, sizeof message);
-        assert_refused(cases[i].patch, code, message, words);
-    }
-}
-
-// A configuration may come from a file, past the ranges of the flags.
-static void values_that_no_flag_would_take_are_refused_too(void **state) {
-    (void)state;
-    const struct config unit = preset_find("unit")->model;
-#define BROKEN(flag, member, value)                                                                                    \
-    {                                                                                                                  \
-        flag, ({                                                                                                       \
-            struct config c = unit;                                                                                    \
-            c.member = value;                                                                                          \
-            c;                                                                                                         \
-        })                                                                                                             \
-    }
-    struct {
-        const char *flag;
-        struct config c;
-    } cases[] = {
-        BROKEN("--vocab", vocab, -1),
-        BROKEN("--hidden", hidden, 0),
-        BROKEN("--layers", layers, 0),
-        BROKEN("--dense-layers", dense_layers, -1),
-        BROKEN("--heads", heads, 0),
-        BROKEN("--q-rank", q_rank, -1),
-        BROKEN("--kv-rank", kv_rank, 0),
-        BROKEN("--nope-dim", nope_dim, 0),
-        BROKEN("--rope-dim", rope_dim, 0),
-        BROKEN("--value-dim", value_dim, 0),
-        BROKEN("--shared-experts", shared_experts, -1),
-        BROKEN("--mtp-depth", mtp_depth, -1),
-        BROKEN("--mtp-depth", mtp_depth, MTP_MAX + 1),
-        BROKEN("--max-positions", max_positions, 0),
-        BROKEN("--groups", groups, -4),
-        BROKEN("--experts", experts, INT_MAX),
-        BROKEN("--route-scale", route_scale, 0),
-        BROKEN("--route-scale", route_scale, (double)NAN),
-        BROKEN("--rms-eps", rms_eps, 0),
-        BROKEN("--rope-theta", rope_theta, -1),
-        BROKEN("--init-std", init_std, (double)INFINITY),
-        BROKEN("--balance-alpha", balance_alpha, (double)NAN),
-        BROKEN("--bias-rate", bias_rate, -1),
-        BROKEN("--mtp-weight", mtp_weight, -1),
-        BROKEN("--yarn-factor", yarn.factor, (double)NAN),
-        BROKEN("--yarn-original-length", yarn, ((struct yarn){40, 0, 32, 1, 1, 1})),
-        BROKEN("--yarn-mscale", yarn, ((struct yarn){40, 4096, 32, 1, (double)NAN, 1})),
-        BROKEN("--yarn-mscale", yarn, ((struct yarn){40, 4096, 32, 1, 1, -1})),
-    };
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        char message[1024], place[64];
-        snprintf(place, sizeof place, "error: %s: found", cases[i].flag);
-        int code = run_child(validate, &cases[i].c, message, sizeof message);
-        assert_refused(cases[i].flag, code, message, (const char *[]){place, NULL});
-    }
-}
-
-static void corner_configurations_are_valid(void **state) {
-    (void)state;
-    const char *patches[] = {
-        ("{\"dense-layers\": 3, \"mtp-depth\": 0, \"experts\": 0, \"top-k\": 0, \"groups\": 0, \"top-groups\": 0, "
-         "\"expert-intermediate\": 0}"),              // all layers dense
-        "{\"dense-layers\": 0, \"intermediate\": 0}", // none
-        "{\"experts\": 1, \"top-k\": 1, \"groups\": 1, \"top-groups\": 1, \"normalize-gates\": false}", // one expert
-        "{\"groups\": 1, \"top-groups\": 1, \"top-k\": 8}",                                             // K = E
-        "{\"top-k\": 4}", // K = all of top_groups
-        "{\"shared-experts\": 0, \"q-rank\": 0}",
-        "{\"yarn-factor\": 40, \"max-positions\": 163840}", // DeepSeek-V3 as released
-    };
-    for (size_t i = 0; i < sizeof patches / sizeof *patches; i++) {
-        struct options o;
-        set_preset(&o, "unit");
-        assert_null(read_options(&o, patches[i]));
-        char message[1024];
-        int code = run_child(validate, &o.model, message, sizeof message);
-        if (code) fail_msg("%s: %s", patches[i], message);
-    }
-}
-
-static void attention_scale_has_yarns_square(void **state) {
-    (void)state;
-    struct config c = preset_find("dsv3")->model; // heads 128 + 64 wide
-    // The published factors have five digits.
-    assert_true(fabs(config_attention_scale(&c) * sqrt(192) - 1) < 1e-12);
-    c.yarn = (struct yarn){40, 4096, 32, 1, 1.0, 1.0};
-    assert_true(fabs(config_attention_scale(&c) * sqrt(192) - 1.8739) < 5e-5);
-    c.yarn.mscale = c.yarn.mscale_all_dim = 0.707; // DeepSeek-V2-Lite
-    assert_true(fabs(config_attention_scale(&c) * sqrt(192) - 1.5896) < 5e-5);
-    c.yarn.mscale_all_dim = 0;
-    assert_true(fabs(config_attention_scale(&c) * sqrt(192) - 1) < 1e-12);
-}
-
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(refused_command_lines_name_flag_found_and_wanted),
         cmocka_unit_test(text_longer_than_its_room_is_refused),
         cmocka_unit_test(values_arrive_in_both_spellings_and_any_order),
         cmocka_unit_test(no_flags_mean_the_tiny_preset),
+        cmocka_unit_test(every_rank_has_a_micro_batch_where_nothing_is_said),
+        cmocka_unit_test(layout_flags_arrive),
+        cmocka_unit_test(forced_routing_warns),
+        cmocka_unit_test(run_is_told_without_its_layout),
         cmocka_unit_test(untyped_warmup_and_min_lr_give_way),
         cmocka_unit_test(decay_of_wsd_is_a_fifth_and_fits_behind_the_warmup),
         cmocka_unit_test(help_stops_parsing_and_tolerates_other_flags),
@@ -815,16 +662,11 @@ int main(void) {
         cmocka_unit_test(every_flag_says_whether_a_resumed_run_may_change_it),
         cmocka_unit_test(resumed_run_has_the_saved_settings),
         cmocka_unit_test(flags_that_are_given_change_a_resumed_run),
+        cmocka_unit_test(resumed_run_is_laid_out_anew),
         cmocka_unit_test(changes_that_make_another_run_are_refused),
         cmocka_unit_test(weights_bring_their_model),
         cmocka_unit_test(flags_may_change_what_weights_do_not_fix),
         cmocka_unit_test(sizes_that_contradict_the_weights_are_refused),
-        cmocka_unit_test(every_preset_is_valid_and_parses),
-        cmocka_unit_test(unit_presets_have_what_the_tests_count_on),
-        cmocka_unit_test(every_broken_rule_names_both_flags_and_values),
-        cmocka_unit_test(values_that_no_flag_would_take_are_refused_too),
-        cmocka_unit_test(corner_configurations_are_valid),
-        cmocka_unit_test(attention_scale_has_yarns_square),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

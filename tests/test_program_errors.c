@@ -37,14 +37,23 @@ static void folder_that_cannot_be_made_is_refused(void **state) {
     assert_error("--out: cannot write /proc/.lock");
 }
 
+// A run with another model goes on in silence in Megatron-LM issue 6920.
 static void resume_with_other_settings_is_refused(void **state) {
     (void)state;
     assert_runs(QUIET, "--steps", "6", "--save-every", "3", "--out", at("run"));
     char *config = read_text("run/config.json"), *log = read_text("run/log.jsonl");
     static const char *const changes[][3] = {
-        {"--lr", "0.5", "0.003"},  {"--seed", "5", "1337"},           {"--schedule", "wsd", "cosine"},
-        {"--clip", "0.25", "1"},   {"--tokens-per-step", "128", "0"}, {"--hidden", "32", "64"},
-        {"--experts", "16", "8"},  {"--bias-rate", "0.5", "0.001"},   {"--layers", "4", "3"},
+        {"--lr", "0.5", "0.003"},
+        {"--seed", "5", "1337"},
+        {"--schedule", "wsd", "cosine"},
+        {"--clip", "0.25", "1"},
+        {"--tokens-per-step", "128", "64"},
+        {"--hidden", "32", "64"},
+        {"--experts", "16", "8"},
+        {"--top-k", "3", "2"},
+        {"--expert-intermediate", "64", "32"},
+        {"--bias-rate", "0.5", "0.001"},
+        {"--layers", "4", "3"},
         {"--mtp-depth", "0", "1"},
     };
     for (size_t i = 0; i < sizeof changes / sizeof *changes; i++) {
@@ -140,8 +149,9 @@ static void one_bad_weight_stops_the_run(void **state) {
 
 static void launcher_of_several_ranks_is_refused(void **state) {
     (void)state;
-    // Ubuntu 24.04's MPICH starts N processes that all are rank 0 of 1 and would write the same files.
-    static const char *const names[] = {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS"};
+    // Ubuntu 24.04's MPICH starts N processes that all are rank 0 of 1 and would write the same files (runner-images issue
+    // 13204).
+    static const char *const names[] = {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS"};
     for (int i = 0; i < 4; i++) {
         char found[64];
         setenv(names[i], "4", 1);
@@ -150,7 +160,6 @@ static void launcher_of_several_ranks_is_refused(void **state) {
         assert_error("launcher: ");
         assert_contains(err, found);
         assert_false(exists("run"));
-        assert_runs("--device"); // prints only
         setenv(names[i], "1", 1);
         assert_runs(QUIET, "--steps", "2", "--overwrite", "--out", at("one"));
         unsetenv(names[i]);
@@ -330,29 +339,6 @@ static void run_that_does_not_fit_is_refused_and_leaves_the_old_one(void **state
     assert_runs("--generate", "5", "--from", at("run"));
 }
 
-static void checkpoint_that_does_not_fit_leaves_the_older_one(void **state) {
-    (void)state;
-    assert_runs(QUIET, "--steps", "6", "--save-every", "3", "--out", at("straight"));
-    assert_runs(QUIET, "--steps", "6", "--save-every", "3", "--out", at("run"));
-    remove_tree(at("run/step-00000006"));
-    struct rlimit before, small;
-    getrlimit(RLIMIT_FSIZE, &before);
-    small = (struct rlimit){200000, before.rlim_max}; // the second file of the model is larger
-    signal(SIGXFSZ, SIG_IGN);                         // inherited: writing beyond it then fails as on a full disk
-    setrlimit(RLIMIT_FSIZE, &small);
-    int code = run(QUIET, "--steps", "6", "--save-every", "3", "--keep", "1", "--resume", "--out", at("run"));
-    setrlimit(RLIMIT_FSIZE, &before);
-    signal(SIGXFSZ, SIG_DFL);
-    assert_code(code, 1);
-    assert_error("checkpoint: step 6 was not saved: ");
-    assert_contains(err, "File too large");
-    assert_false(exists("run/step-00000006"));
-    assert_true(same_tree("straight/step-00000003", "run/step-00000003"));
-    assert_runs(QUIET, "--steps", "6", "--save-every", "3", "--resume", "--out", at("run"));
-    assert_true(same_tree("straight/step-00000006", "run/step-00000006"));
-    assert_steps_logged("run", 1, 6);
-}
-
 int main(void) {
     const struct CMUnitTest tests[] = {
         TEST(used_folder_is_refused),
@@ -373,7 +359,6 @@ int main(void) {
         TEST(unwritable_output_is_an_error),
         TEST(log_on_a_full_disk_stops_the_run),
         TEST(run_that_does_not_fit_is_refused_and_leaves_the_old_one),
-        TEST(checkpoint_that_does_not_fit_leaves_the_older_one),
     };
     return run_program_tests(tests);
 }

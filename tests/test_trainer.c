@@ -4,6 +4,7 @@
 #include "tests/test.h"
 
 #include <cjson/cJSON.h>
+#include <limits.h>
 #include <omp.h>
 #include <unistd.h>
 
@@ -39,7 +40,9 @@ static void open_run(struct run *r, const struct options *o) {
     config_validate(&o->model);
     r->data = data_open(o->data, o->eval_data, NULL, o->seed, o->seq, 1 + o->model.mtp_depth);
     assert_int_equal(data_settle_vocab(r->data, o->model.vocab), o->model.vocab);
-    trainer_open(&r->t, o, r->data, NULL);
+    struct options settled = *o;
+    if (!settled.tokens_per_step) settled.tokens_per_step = (int64_t)o->batch * o->seq;
+    trainer_open(&r->t, &settled, r->data, NULL, NULL);
 }
 
 static void close_run(struct run *r) {
@@ -174,6 +177,33 @@ static void every_step_takes_the_next_sequences_of_the_data(void **state) {
     assert_int_equal(r.t.tokens, 18 * o.seq);
     free(tokens);
     close_run(&r);
+}
+
+// Every sequence is some rank's and nobody else's, nobody has two more than another, and all do as many rounds.
+static void shares_of_ranks_are_stretches_without_gaps(void **state) {
+    (void)state;
+    for (int ranks = 1; ranks <= 7; ranks++)
+        for (int64_t total = 0; total <= 30; total++)
+            for (int batch = 1; batch <= 5; batch++) {
+                int64_t next = 0, rounds = -1;
+                for (int rank = 0; rank < ranks; rank++) {
+                    struct parallel p = {.rank = rank, .ranks = ranks};
+                    struct share share = share_of(total, &p, batch);
+                    int64_t seen = 0;
+                    assert_true(share.first == next && share.count >= total / ranks);
+                    assert_true(share.count <= total / ranks + 1 && (rank == 0 || share.rounds == rounds));
+                    for (int64_t round = 0; round < share.rounds; round++) seen += share_round(&share, round, batch);
+                    assert_true(seen == share.count);
+                    assert_int_equal(share_round(&share, share.rounds, batch), 0);
+                    next += share.count;
+                    rounds = share.rounds;
+                }
+                int64_t fullest = (total + ranks - 1) / ranks;
+                assert_true(next == total && rounds == (fullest + batch - 1) / batch); // none in vain
+            }
+    struct parallel last = {.rank = INT_MAX - 1, .ranks = INT_MAX};
+    struct share share = share_of(INT_MAX, &last, 1);
+    assert_true(share.first == INT_MAX - 1 && share.count == 1 && share.rounds == 1);
 }
 
 // ---- gradients that are not finite ----
@@ -505,7 +535,7 @@ static void evaluation_is_the_mean_over_the_first_sequences_of_the_eval_split(vo
     double sum = 0;
     for (int i = 0; i < sequences; i++) {
         data_read_or_fail(r.data, DATA_EVAL, (uint64_t)i, tokens);
-        sum += model_evaluate(&r.t.model, (struct batch){tokens, 1, o.seq}).cross_entropy[0] / o.seq;
+        sum += model_evaluate(&r.t.model, (struct batch){tokens, 1, o.seq, 0}).cross_entropy[0] / o.seq;
     }
     // The same losses of tokens, whose sums in double group differently.
     assert_true(fabs(trainer_evaluate(&r.t, sequences).loss * sequences / sum - 1) <= 1e-12);
@@ -743,7 +773,7 @@ static void check_steps(const char *name, struct options o) {
     for (size_t i = 0; i < r.t.model.params.size; i++)
         if (!isfinite(r.t.master[i])) fail_msg("%s: weight %zu is %g", name, i, r.t.master[i]);
     assert_memory_not_equal(r.t.master, before.master, state_bytes(&r.t));
-    assert_int_equal(r.t.tokens, 2 * trainer_sequences_per_step(&o) * o.seq);
+    assert_int_equal(r.t.tokens, 2 * trainer_sequences_per_step(&r.t.options) * o.seq);
     free_snapshot(&before);
     close_run(&r);
 }
@@ -819,6 +849,7 @@ int main(void) {
         cmocka_unit_test(weights_that_are_not_finite_are_noticed),
         cmocka_unit_test(cut_into_micro_batches_changes_nothing),
         cmocka_unit_test(every_step_takes_the_next_sequences_of_the_data),
+        cmocka_unit_test(shares_of_ranks_are_stretches_without_gaps),
         cmocka_unit_test(step_with_a_gradient_that_is_not_finite_changes_nothing),
         cmocka_unit_test(step_with_a_loss_that_is_not_finite_changes_nothing),
         cmocka_unit_test(huge_but_finite_gradient_is_clipped),
