@@ -6,6 +6,11 @@
 #include "kernels/fail.h"
 #include "kernels/kernels.h"
 #include "model/activations.h"
+#include "model/moe.h"
+#include "model/moe_alltoall.h"
+#include "model/moe_mok.h"
+#include "model/share.h"
+#include "model/sharding.h"
 
 // ---- counting ----
 
@@ -29,12 +34,6 @@ void plan_count(struct plan *plan, const struct config *c) {
     double idle = c->experts ? experts * (c->experts - c->top_k) / c->experts : 0;
     plan->active = plan->total - idle;
     plan->active_without_embedding = plan->active - embedding;
-
-    plan->weight_bytes = params.size * sizeof(real);
-    plan->master_bytes = params.size * sizeof(accum);
-    plan->moment_bytes = 2 * params.size * sizeof(accum);
-    plan->gradient_bytes = params.size * sizeof(accum);
-    plan->total_bytes = plan->weight_bytes + plan->master_bytes + plan->moment_bytes + plan->gradient_bytes;
     params_free(&params);
 }
 
@@ -66,12 +65,55 @@ double plan_flops_per_token(const struct config *c, int seq) {
     return 6 * weights + attention_flops(c, seq);
 }
 
-void plan_make(struct plan *plan, const struct config *c, int batch, int seq) {
+// What grows with the micro-batch.
+static void count_batch(struct plan *plan, const struct options *o, const struct parallel *p, int batch) {
+    const struct config *c = &o->model;
+    struct activation_table table;
+    activations_tabulate(&table, c, batch, o->seq, true, moe_header_bytes(c, &o->moe, p->ep));
+    plan->activation_bytes = table.bytes;
+    plan->symmetric_bytes = table.symmetric_bytes;
+    plan->moe_bytes = model_bias_size(c) * (sizeof(accum) + sizeof(int64_t)); // selection bias, counts
+    if (model_moe_blocks(c) > 0 && o->moe.kind == MOE_MOK) {
+        struct mok_shape shape = moe_mok_shape(c, p->ep, batch * o->seq, &o->moe);
+        plan->moe_bytes += moe_mok_bytes(c, &shape, true);
+    } else {
+        plan->moe_bytes += moe_alltoall_bytes(c, p->ep, batch, o->seq, true);
+    }
+}
+
+static size_t batch_bytes(const struct plan *plan) {
+    return plan->activation_bytes + plan->symmetric_bytes + plan->moe_bytes;
+}
+
+// What the last rank has of the model and of the optimizer's state.
+static void count_state(struct plan *plan, const struct config *c, const struct parallel *p) {
+    struct parallel last = {p->ranks - 1, p->ranks, p->ep, p->ep - 1, p->dp, p->dp - 1, NULL, NULL, NULL};
+    struct expert_range experts = parallel_experts(&last, c->experts);
+    struct params params;
+    struct sharding sharding;
+    params_build_share(&params, c, experts);
+    sharding_build(&sharding, &params, &last);
+    plan->experts = experts.end - experts.first;
+    plan->weight_bytes = params.size * sizeof(real);
+    plan->gradient_bytes = params.size * sizeof(accum);
+    plan->master_bytes = sharding.size * sizeof(accum);
+    plan->moment_bytes = 2 * sharding.size * sizeof(accum);
+    sharding_free(&sharding);
+    params_free(&params);
+}
+
+static size_t state_bytes(const struct plan *plan) {
+    return plan->weight_bytes + plan->gradient_bytes + plan->master_bytes + plan->moment_bytes;
+}
+
+void plan_make(struct plan *plan, const struct options *o, const struct parallel *parallel) {
+    const struct config *c = &o->model;
     plan_count(plan, c);
-    plan->activation_bytes = activations_bytes(c, batch, seq);
-    plan->total_bytes += plan->activation_bytes;
-    plan->flops_per_token = plan_flops_per_token(c, seq);
-    plan->attention_flops_per_token = attention_flops(c, seq);
+    count_state(plan, c, parallel);
+    count_batch(plan, o, parallel, o->batch);
+    plan->total_bytes = state_bytes(plan) + batch_bytes(plan);
+    plan->flops_per_token = plan_flops_per_token(c, o->seq);
+    plan->attention_flops_per_token = attention_flops(c, o->seq);
 }
 
 // ---- printing ----
@@ -99,11 +141,13 @@ static void print_count(FILE *file, const char *label, double count, double whol
     fputc('\n', file);
 }
 
-static void print_bytes(FILE *file, const char *label, size_t bytes) {
-    if (bytes < (size_t)1 << 30)
-        fprintf(file, "  %-28s %10.1f MiB\n", label, (double)bytes / (1 << 20));
+void plan_print_bytes(FILE *file, const char *label, double bytes) {
+    if (bytes < 1 << 20)
+        fprintf(file, "  %-28s %10.1f KiB\n", label, bytes / (1 << 10));
+    else if (bytes < 1 << 30)
+        fprintf(file, "  %-28s %10.1f MiB\n", label, bytes / (1 << 20));
     else
-        fprintf(file, "  %-28s %10.2f GiB\n", label, (double)bytes / (1 << 30));
+        fprintf(file, "  %-28s %10.2f GiB\n", label, bytes / (1 << 30));
 }
 
 static void print_flops(FILE *file, const char *label, double flops) {
@@ -111,12 +155,14 @@ static void print_flops(FILE *file, const char *label, double flops) {
     fprintf(file, "  %-28s %10sFLOP\n", label, format(text, flops, 1000, "KMGTPE"));
 }
 
-// Largest batch whose activations fit beside the rest, at most limit; 0 if none does.
-static int largest_batch(const struct config *c, int seq, size_t room, int limit) {
-    int fits = 0, fails = limit + 1;
+// Largest batch whose memory fits into the room beside the state, smaller than that of the options; 0 if none does.
+static int largest_batch(const struct options *o, const struct parallel *p, size_t room) {
+    int fits = 0, fails = o->batch;
     while (fails - fits > 1) {
         int middle = fits + (fails - fits) / 2;
-        if (activations_bytes(c, middle, seq) <= room)
+        struct plan plan;
+        count_batch(&plan, o, p, middle);
+        if (batch_bytes(&plan) <= room)
             fits = middle;
         else
             fails = middle;
@@ -124,21 +170,28 @@ static int largest_batch(const struct config *c, int seq, size_t room, int limit
     return fits;
 }
 
-static void print_verdict(FILE *file, const struct plan *plan, const struct config *c, int batch, int seq) {
-    size_t memory = device_memory_bytes(), state = plan->total_bytes - plan->activation_bytes;
-    print_bytes(file, "this machine has", memory);
-    if (plan->total_bytes <= memory) {
+static void print_verdict(FILE *file, const struct plan *plan, const struct options *o, const struct parallel *p,
+                          int ranks_here) {
+    size_t memory = device_memory_bytes(), here = ranks_here ? (size_t)ranks_here : 1, state = state_bytes(plan);
+    char label[64];
+    snprintf(label, sizeof label, "all of the %zu ranks here", here);
+    if (here > 1) plan_print_bytes(file, label, (double)plan->total_bytes * (double)here);
+    plan_print_bytes(file, "this machine has", (double)memory);
+    if (!ranks_here)
+        fprintf(file, "  The %d rank%s of --ranks %s not here: one of them is compared with this machine.\n", p->ranks,
+                p->ranks == 1 ? "" : "s", p->ranks == 1 ? "is" : "are");
+    if (plan->total_bytes <= memory / here) {
         fprintf(file,
                 "  It fits. Not counted: the program and its libraries, data, a checkpoint while it is written.\n");
-    } else if (state > memory) {
+    } else if (state > memory / here) {
         fprintf(file, "  It does not fit: weights and optimizer state alone are %.1f times this machine's memory.\n",
-                (double)state / (double)memory);
+                (double)state * (double)here / (double)memory);
     } else {
-        int fits = largest_batch(c, seq, memory - state, batch);
+        int fits = largest_batch(o, p, memory / here - state);
         if (fits)
-            fprintf(file, "  It does not fit with --batch %d; --batch %d does.\n", batch, fits);
+            fprintf(file, "  It does not fit with --batch %d; --batch %d does.\n", o->batch, fits);
         else
-            fprintf(file, "  It does not fit: one sequence of --seq %d is already too long.\n", seq);
+            fprintf(file, "  It does not fit: one sequence of --seq %d is already too long.\n", o->seq);
     }
 }
 
@@ -147,59 +200,81 @@ static int compare_rows(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-void plan_print_activations(FILE *file, const struct config *c, int batch, int seq) {
+void plan_print_activations(FILE *file, const struct options *o, const struct parallel *parallel) {
     struct activation_table table;
-    activations_tabulate(&table, c, batch, seq, true);
+    activations_tabulate(&table, &o->model, o->batch, o->seq, true, moe_header_bytes(&o->model, &o->moe, parallel->ep));
     qsort(table.rows, (size_t)table.count, sizeof *table.rows, compare_rows);
-    fprintf(file, "Activation buffers (kept by a block from forward to backward, or shared by all)\n");
+    fprintf(file, "Activation buffers of a rank (kept by a block from forward to backward, or shared by all)\n");
     for (int i = 0; i < table.count; i++) {
         char label[64];
         snprintf(label, sizeof label, "%-20s x %d", table.rows[i].name, table.rows[i].copies);
-        print_bytes(file, label, table.rows[i].bytes);
+        plan_print_bytes(file, label, (double)table.rows[i].bytes);
     }
 }
 
-void plan_check_memory(const struct config *c, int batch, int seq) {
+void plan_check_memory(const struct options *o, const struct parallel *parallel, int ranks_here) {
     struct plan plan;
-    plan_make(&plan, c, batch, seq);
-    size_t memory = device_memory_bytes();
-    if (plan.total_bytes > memory)
-        fail_user("memory",
-                  "found %.2f GiB on this machine, wanted %.2f GiB; see --plan, lower --batch, --seq or the "
-                  "model's sizes",
-                  (double)memory / (1 << 30), (double)plan.total_bytes / (1 << 30));
+    plan_make(&plan, o, parallel);
+    size_t memory = device_memory_bytes(), here = (size_t)ranks_here;
+    if (plan.total_bytes > memory / here)
+        fail_user(
+            "memory",
+            "found %.2f GiB on this machine, wanted %.2f GiB for %d rank%s; see --plan, lower --batch, --seq or the "
+            "model's sizes%s",
+            (double)memory / (1 << 30), (double)plan.total_bytes * ranks_here / (1 << 30), ranks_here,
+            ranks_here == 1 ? "" : "s", ranks_here == 1 ? "" : ", or start fewer ranks on it");
 }
 
-void plan_print(FILE *file, const struct config *c, int batch, int seq, int64_t tokens_per_step) {
-    struct plan plan;
-    plan_make(&plan, c, batch, seq);
-    double all = plan.total + plan.mtp;
-    double tokens = tokens_per_step ? (double)tokens_per_step : (double)batch * seq;
-
+static void print_parameters(FILE *file, const struct plan *plan) {
+    double all = plan->total + plan->mtp;
     fprintf(file, "Parameters\n");
     for (int kind = 0; kind < PARAM_KINDS; kind++)
-        if (plan.by_kind[kind] > 0) print_count(file, param_kind_names[kind], plan.by_kind[kind], all);
+        if (plan->by_kind[kind] > 0) print_count(file, param_kind_names[kind], plan->by_kind[kind], all);
     print_count(file, "all", all, 0);
-    if (plan.mtp > 0) print_count(file, "  in MTP modules", plan.mtp, all);
-    print_count(file, "  in the model itself", plan.total, all);
-    print_count(file, "active for a token", plan.active, all);
-    print_count(file, "  without the embedding", plan.active_without_embedding, all);
+    if (plan->mtp > 0) print_count(file, "  in MTP modules", plan->mtp, all);
+    print_count(file, "  in the model itself", plan->total, all);
+    print_count(file, "active for a token", plan->active, all);
+    print_count(file, "  without the embedding", plan->active_without_embedding, all);
+}
 
-    fprintf(file, "Memory\n");
-    print_bytes(file, "weights", plan.weight_bytes);
-    print_bytes(file, "master weights", plan.master_bytes);
-    print_bytes(file, "moments", plan.moment_bytes);
-    print_bytes(file, "gradients", plan.gradient_bytes);
+static void print_memory(FILE *file, const struct plan *plan, const struct options *o, const struct parallel *p) {
     char label[64];
-    snprintf(label, sizeof label, "activations of %d x %d", batch, seq);
-    print_bytes(file, label, plan.activation_bytes);
-    print_bytes(file, "all", plan.total_bytes);
-    print_verdict(file, &plan, c, batch, seq);
+    fprintf(file, "Memory");
+    if (p->ranks > 1) fprintf(file, " of one rank of %d", p->ranks);
+    if (p->ep > 1) fprintf(file, ", with %d of %d experts", plan->experts, o->model.experts);
+    fputc('\n', file);
+    plan_print_bytes(file, "weights", (double)plan->weight_bytes);
+    plan_print_bytes(file, "gradients", (double)plan->gradient_bytes);
+    plan_print_bytes(file, p->ranks > 1 ? "master weights, its shard" : "master weights", (double)plan->master_bytes);
+    plan_print_bytes(file, p->ranks > 1 ? "moments, its shard" : "moments", (double)plan->moment_bytes);
+    snprintf(label, sizeof label, "activations of %d x %d", o->batch, o->seq);
+    plan_print_bytes(file, label, (double)plan->activation_bytes);
+    if (plan->symmetric_bytes) plan_print_bytes(file, "symmetric memory", (double)plan->symmetric_bytes);
+    bool grows = o->moe.kind == MOE_ALLTOALL && p->ep > 1; // with the rows that arrive
+    if (plan->moe_bytes)
+        plan_print_bytes(file, grows ? "MoE layers' own, balanced" : "MoE layers' own", (double)plan->moe_bytes);
+    plan_print_bytes(file, "all", (double)plan->total_bytes);
+}
 
+static void print_work(FILE *file, const struct plan *plan, const struct options *o, const struct parallel *p) {
+    int64_t tokens = o->tokens_per_step ? o->tokens_per_step : (int64_t)o->batch * o->seq * p->ranks;
+    struct share share = share_of(tokens / o->seq, p, o->batch);
+    char label[64];
     fprintf(file, "Work (training, causal attention, nothing counted twice)\n");
-    print_flops(file, "per token", plan.flops_per_token);
+    print_flops(file, "per token", plan->flops_per_token);
     fprintf(file, "  %-28s %9.1f%%\n", "  of it attention scores",
-            100 * plan.attention_flops_per_token / plan.flops_per_token);
-    snprintf(label, sizeof label, "per step of %.0f tokens", tokens);
-    print_flops(file, label, plan.flops_per_token * tokens);
+            100 * plan->attention_flops_per_token / plan->flops_per_token);
+    snprintf(label, sizeof label, "per step of %lld tokens", (long long)tokens);
+    print_flops(file, label, plan->flops_per_token * (double)tokens);
+    if (p->ranks > 1) print_flops(file, "  of it on each rank", plan->flops_per_token * (double)tokens / p->ranks);
+    fprintf(file, "  %-28s %10lld\n", "micro-batches of a step", (long long)share.rounds);
+}
+
+void plan_print(FILE *file, const struct options *o, const struct parallel *parallel, int ranks_here) {
+    struct plan plan;
+    plan_make(&plan, o, parallel);
+    print_parameters(file, &plan);
+    print_memory(file, &plan, o, parallel);
+    print_verdict(file, &plan, o, parallel, ranks_here);
+    print_work(file, &plan, o, parallel);
 }

@@ -1,0 +1,428 @@
+#include "model/plan_ranks.h"
+
+#include <stdlib.h>
+
+#include "kernels/fail.h"
+#include "model/moe_alltoall.h"
+#include "model/moe_mok.h"
+#include "model/plan.h"
+#include "model/route.h"
+#include "model/share.h"
+
+static void *alloc(size_t count, size_t size) {
+    void *memory = calloc(count ? count : 1, size);
+    if (!memory) fail_user("--plan", "found no memory for the routes of an EP group; lower --batch, --seq or --ep");
+    return memory;
+}
+
+// ---- routes ----
+
+// The routes of one EP group, in pieces like those that its ranks' symmetric memory would have.
+struct routes {
+    int ranks, experts, top_k;
+    char **base; // [ranks] the pieces
+    int *tokens; // [ranks]
+    size_t ids;  // where they lie in a piece: int32_t [tokens, K]
+    // Gates are all zero: no plan depends on them, and memory that nobody writes is not taken.
+    size_t gates; // accum [tokens, K]
+};
+
+static int32_t *ids_of(const struct routes *r, int rank) { return (int32_t *)(r->base[rank] + r->ids); }
+
+static void routes_open(struct routes *r, const struct options *o, int ranks) {
+    size_t most = (size_t)o->batch * (size_t)o->seq * (size_t)o->model.top_k;
+    *r = (struct routes){.ranks = ranks, .experts = o->model.experts, .top_k = o->model.top_k};
+    r->base = alloc((size_t)ranks, sizeof *r->base);
+    r->tokens = alloc((size_t)ranks, sizeof *r->tokens);
+    r->ids = (mok_header_bytes(ranks) + 63) / 64 * 64;
+    r->gates = r->ids + (most * sizeof(int32_t) + 63) / 64 * 64;
+    size_t piece = r->gates + (most * sizeof(accum) + 63) / 64 * 64;
+    for (int rank = 0; rank < ranks; rank++) r->base[rank] = alloc(piece, 1);
+}
+
+static void routes_close(struct routes *r) {
+    for (int rank = 0; rank < r->ranks; rank++) free(r->base[rank]);
+    free(r->base);
+    free(r->tokens);
+}
+
+static int64_t sequences_per_step(const struct options *o, const struct parallel *p) {
+    return o->tokens_per_step ? o->tokens_per_step / o->seq : (int64_t)o->batch * p->ranks;
+}
+
+// Those of the group's first micro-batch in its first layer with experts; of W7 in the first step that is a burst.
+static void routes_fill(struct routes *r, const struct options *o, const struct parallel *p, enum moe_route route,
+                        int group) {
+    struct route_place place = {o->seed, route == ROUTE_W7 ? ROUTE_BURST - 1 : 0, o->model.dense_layers};
+    for (int rank = 0; rank < r->ranks; rank++) {
+        struct parallel there = {.rank = group * r->ranks + rank, .ranks = p->ranks};
+        struct share share = share_of(sequences_per_step(o, p), &there, o->batch);
+        r->tokens[rank] = share_round(&share, 0, o->batch) * o->seq;
+        route_fill(ids_of(r, rank), route, place, share.first * o->seq, r->tokens[rank], r->experts, r->top_k);
+    }
+}
+
+// ---- loads ----
+
+static void count_rank(struct rank_load *load, const struct routes *r, int rank) {
+    int first = parallel_first_expert(r->experts, r->ranks, rank);
+    load->experts = parallel_first_expert(r->experts, r->ranks, rank + 1) - first;
+    load->tokens = r->tokens[rank];
+}
+
+// Of the plan of one rank: its own load, and what it takes from the others in loads [ranks].
+static void count_plan(struct rank_load *loads, const struct mok_shape *s, const struct mok_plan *p) {
+    struct rank_load *mine = &loads[p->rank];
+    for (int e = 0; e < p->experts; e++) mine->rows += p->expert_rows[e];
+    mine->padding = (int64_t)p->blocks * MOK_BLOCK_ROWS - mine->rows;
+    mine->macrobatches = mok_macrobatches(s, p);
+    mine->tasks_forward = mok_task_total(s, p, MOK_FORWARD);
+    mine->tasks_backward = mok_task_total(s, p, MOK_BACKWARD);
+    for (int block = 0; block < p->blocks; block++) {
+        bool replayed = mok_is_replayed(mok_macrobatch_of(s, block));
+        const struct mok_row *row = p->rows + (size_t)block * MOK_BLOCK_ROWS;
+        for (int i = 0; i < MOK_BLOCK_ROWS; i++) {
+            if (row[i].source < 0 || row[i].source == p->rank) continue;
+            struct rank_load *theirs = &loads[row[i].source];
+            mine->from_others++;
+            theirs->to_others++;
+            mine->replayed_from_others += replayed;
+            theirs->replayed_to_others += replayed;
+        }
+    }
+}
+
+// What ranks show each other: shown is set, seen follows.
+static void count_shown(struct rank_load *loads, int ranks) {
+    int64_t all = 0;
+    for (int rank = 0; rank < ranks; rank++) all += loads[rank].shown;
+    for (int rank = 0; rank < ranks; rank++) loads[rank].seen = all - loads[rank].shown;
+}
+
+// Every rank reads all ids, and makes its plan.
+static void plan_mok(struct rank_load *loads, const struct routes *r, const struct mok_shape *s) {
+    struct mok_plan plan;
+    mok_plan_alloc(&plan, s);
+    for (int rank = 0; rank < r->ranks; rank++) {
+        struct mok_group group = {.rank = rank, .ranks = r->ranks, .base = r->base};
+        mok_set_tokens(&group, r->tokens[rank]);
+        loads[rank].shown = (int64_t)r->tokens[rank] * r->top_k;
+    }
+    for (int rank = 0; rank < r->ranks; rank++) {
+        struct mok_group group = {.rank = rank, .ranks = r->ranks, .base = r->base};
+        mok_plan_make(&plan, s, &group, ids_of(r, rank), (const accum *)(r->base[rank] + r->gates));
+        count_plan(loads, s, &plan);
+    }
+    mok_plan_free(&plan);
+    count_shown(loads, r->ranks);
+}
+
+// Every rank tells all others how many rows it has for each expert, and sends them.
+static void plan_alltoall(struct rank_load *loads, const struct routes *r) {
+    int *owners = alloc((size_t)r->experts, sizeof *owners);
+    for (int rank = 0; rank < r->ranks; rank++)
+        for (int e = parallel_first_expert(r->experts, r->ranks, rank);
+             e < parallel_first_expert(r->experts, r->ranks, rank + 1); e++)
+            owners[e] = rank;
+    for (int rank = 0; rank < r->ranks; rank++) {
+        const int32_t *ids = ids_of(r, rank);
+        loads[rank].shown = r->experts;
+        for (size_t slot = 0; slot < (size_t)r->tokens[rank] * (size_t)r->top_k; slot++) {
+            if (ids[slot] < 0) continue;
+            int owner = owners[ids[slot]];
+            loads[owner].rows++;
+            loads[owner].from_others += owner != rank;
+            loads[rank].to_others += owner != rank;
+        }
+    }
+    free(owners);
+    count_shown(loads, r->ranks);
+}
+
+static struct mok_shape shape_of(const struct options *o, const struct parallel *p) {
+    return moe_mok_shape(&o->model, p->ep, o->batch * o->seq, &o->moe);
+}
+
+// Groups whose routes can be looked at in some seconds. In the megakernel every rank looks at those of its whole group.
+static int count_groups(const struct options *o, const struct parallel *p) {
+    const double most = 5e8;
+    double routes = (double)o->batch * o->seq * o->model.top_k * p->ep * (o->moe.kind == MOE_MOK ? p->ep : 1);
+    double groups = most / routes;
+    return groups < 1 ? 1 : groups < p->dp ? (int)groups : p->dp;
+}
+
+void plan_ranks_make(struct plan_ranks *plan, const struct options *o, const struct parallel *parallel) {
+    int ep = parallel->ep, groups = count_groups(o, parallel);
+    enum moe_route route = o->moe.route == ROUTE_LEARNED ? ROUTE_BALANCED : o->moe.route;
+    struct mok_shape shape = shape_of(o, parallel);
+    struct routes routes;
+    *plan = (struct plan_ranks){.route = route, .groups = groups, .ranks = groups * ep};
+    plan->loads = alloc((size_t)plan->ranks, sizeof *plan->loads);
+    routes_open(&routes, o, ep);
+    for (int group = 0; group < groups; group++) {
+        struct rank_load *loads = plan->loads + (size_t)group * (size_t)ep;
+        routes_fill(&routes, o, parallel, route, group);
+        for (int rank = 0; rank < ep; rank++) count_rank(&loads[rank], &routes, rank);
+        if (o->moe.kind == MOE_MOK)
+            plan_mok(loads, &routes, &shape);
+        else
+            plan_alltoall(loads, &routes);
+    }
+    routes_close(&routes);
+}
+
+void plan_ranks_free(struct plan_ranks *plan) {
+    free(plan->loads);
+    *plan = (struct plan_ranks){0};
+}
+
+// ---- printing: loads ----
+
+enum measure { EXPERTS, TOKENS, ROWS, PADDING, MACROBATCHES, TASKS_FORWARD, TASKS_BACKWARD, MEASURES };
+
+static const char *const measure_names[MEASURES] = {
+    [EXPERTS] = "experts",
+    [TOKENS] = "tokens",
+    [ROWS] = "rows (token, expert)",
+    [PADDING] = "padding, % of all rows",
+    [MACROBATCHES] = "macrobatches",
+    [TASKS_FORWARD] = "tasks, forward",
+    [TASKS_BACKWARD] = "tasks, backward",
+};
+
+static double measure_of(const struct rank_load *l, enum measure measure) {
+    switch (measure) {
+    case EXPERTS:
+        return l->experts;
+    case TOKENS:
+        return l->tokens;
+    case ROWS:
+        return (double)l->rows;
+    case PADDING:
+        return l->rows ? 100 * (double)l->padding / (double)(l->rows + l->padding) : 0;
+    case MACROBATCHES:
+        return l->macrobatches;
+    case TASKS_FORWARD:
+        return l->tasks_forward;
+    default:
+        return l->tasks_backward;
+    }
+}
+
+static void print_measure(FILE *file, const struct plan_ranks *plan, enum measure measure) {
+    double min = measure_of(&plan->loads[0], measure), max = min, sum = 0;
+    int digits = measure == PADDING;
+    for (int rank = 0; rank < plan->ranks; rank++) {
+        double value = measure_of(&plan->loads[rank], measure);
+        if (value < min) min = value;
+        if (value > max) max = value;
+        sum += value;
+    }
+    fprintf(file, "  %-28s %10.*f %12.1f %10.*f\n", measure_names[measure], digits, min, sum / plan->ranks, digits,
+            max);
+}
+
+// Of the tokens' routes, in percent.
+static double remote_share(const struct plan_ranks *plan) {
+    int64_t rows = 0, remote = 0;
+    for (int rank = 0; rank < plan->ranks; rank++) {
+        rows += plan->loads[rank].rows;
+        remote += plan->loads[rank].from_others;
+    }
+    return rows ? 100 * (double)remote / (double)rows : 0;
+}
+
+static void print_loads(FILE *file, const struct plan_ranks *plan, bool mok) {
+    fprintf(file, "  %-28s %10s %12s %10s\n", "of a rank", "min", "mean", "max");
+    for (enum measure measure = 0; measure < MEASURES; measure++)
+        if (mok || measure < PADDING) print_measure(file, plan, measure);
+    fprintf(file, "  %-28s %23.1f\n", "rows of other ranks, %", remote_share(plan));
+}
+
+// ---- printing: links ----
+
+// Rows go to their experts, results back to their tokens; what is shown goes to everybody.
+enum way { TO_EXPERTS, TO_EXPERTS_AGAIN, TO_TOKENS, TO_EVERYBODY };
+
+struct transfer {
+    const char *name;
+    bool backward;
+    enum way way;
+    bool row; // of H numbers; else one number
+};
+
+static const struct transfer mok_transfers[] = {
+    {"ids, for the plan", false, TO_EVERYBODY, false},
+    {"gates, for the plan", false, TO_EXPERTS, false},
+    {"x, pulled", false, TO_EXPERTS, true},
+    {"y, pushed", false, TO_TOKENS, true},
+    {"dy, pulled", true, TO_EXPERTS, true},
+    {"x, pulled again", true, TO_EXPERTS_AGAIN, true},
+    {"dx, pushed", true, TO_TOKENS, true},
+    {"gate gradients, pushed", true, TO_TOKENS, false},
+};
+static const struct transfer alltoall_transfers[] = {
+    {"counts", false, TO_EVERYBODY, false},
+    {"gates, sent", false, TO_EXPERTS, false},
+    {"x, sent", false, TO_EXPERTS, true},
+    {"y, sent back", false, TO_TOKENS, true},
+    {"dy, sent", true, TO_EXPERTS, true},
+    {"dx, sent back", true, TO_TOKENS, true},
+    {"gate gradients, sent back", true, TO_TOKENS, false},
+};
+
+// Bytes that come to a rank and leave it.
+struct traffic {
+    double in, out;
+};
+
+static struct traffic traffic_of(const struct rank_load *l, const struct transfer *t, const struct options *o, int ep) {
+    double number = t->way == TO_EVERYBODY ? sizeof(int32_t) : sizeof(accum);
+    double bytes = t->row ? (double)o->model.hidden * sizeof(real) : number;
+    switch (t->way) {
+    case TO_EXPERTS:
+        return (struct traffic){(double)l->from_others * bytes, (double)l->to_others * bytes};
+    case TO_EXPERTS_AGAIN:
+        return (struct traffic){(double)l->replayed_from_others * bytes, (double)l->replayed_to_others * bytes};
+    case TO_TOKENS:
+        return (struct traffic){(double)l->to_others * bytes, (double)l->from_others * bytes};
+    default:
+        return (struct traffic){(double)l->seen * bytes, (double)l->shown * (ep - 1) * bytes};
+    }
+}
+
+// The most of any rank of the transfers first .. end - 1 together.
+static struct traffic most_traffic(const struct plan_ranks *plan, const struct transfer *first,
+                                   const struct transfer *end, const struct options *o, int ep) {
+    struct traffic most = {0, 0};
+    for (int rank = 0; rank < plan->ranks; rank++) {
+        struct traffic sum = {0, 0};
+        for (const struct transfer *t = first; t < end; t++) {
+            struct traffic part = traffic_of(&plan->loads[rank], t, o, ep);
+            sum.in += part.in;
+            sum.out += part.out;
+        }
+        if (sum.in > most.in) most.in = sum.in;
+        if (sum.out > most.out) most.out = sum.out;
+    }
+    return most;
+}
+
+static void print_traffic(FILE *file, const char *label, struct traffic t) {
+    fprintf(file, "  %-28s %10.2f %12.2f\n", label, t.in / (1 << 20), t.out / (1 << 20));
+}
+
+static void print_pass(FILE *file, const struct plan_ranks *plan, const struct transfer *first,
+                       const struct transfer *end, const struct options *o, int ep) {
+    for (const struct transfer *t = first; t < end; t++) {
+        char label[64];
+        snprintf(label, sizeof label, "  %s", t->name);
+        print_traffic(file, label, most_traffic(plan, t, t + 1, o, ep));
+    }
+    print_traffic(file, first->backward ? "backward" : "forward", most_traffic(plan, first, end, o, ep));
+}
+
+static void print_links(FILE *file, const struct plan_ranks *plan, const struct options *o, int ep) {
+    bool mok = o->moe.kind == MOE_MOK;
+    const struct transfer *first = mok ? mok_transfers : alltoall_transfers, *middle = first;
+    const struct transfer *end =
+        first + (mok ? sizeof mok_transfers / sizeof *first : sizeof alltoall_transfers / sizeof *first);
+    int layers = model_moe_blocks(&o->model);
+    if (ep == 1) return;
+    while (!middle->backward) middle++;
+    fprintf(file, "  %-28s %10s %12s\n", "links, most of any rank, MiB", "in", "out");
+    print_pass(file, plan, first, middle, o, ep);
+    print_pass(file, plan, middle, end, o, ep);
+    struct traffic both = most_traffic(plan, first, end, o, ep);
+    char label[64];
+    snprintf(label, sizeof label, "both, %d layers, GiB", layers);
+    print_traffic(file, label, (struct traffic){both.in * layers / (1 << 10), both.out * layers / (1 << 10)});
+}
+
+// ---- printing: memory ----
+
+static void print_rows(FILE *file, const char *label, size_t rows) { fprintf(file, "  %-28s %10zu\n", label, rows); }
+
+// A buffer of the activations takes whole pieces of this many bytes.
+static double piece_bytes(double bytes) {
+    enum { PIECE = 256 };
+    size_t pieces = ((size_t)bytes + PIECE - 1) / PIECE;
+    return (double)pieces * PIECE;
+}
+
+static void print_symmetric_memory(FILE *file, const struct options *o, int ep) {
+    double layers = model_moe_blocks(&o->model), tokens = (double)o->batch * o->seq, routes = tokens * o->model.top_k;
+    double row = sizeof(real) * (double)o->model.hidden;
+    const struct {
+        const char *name;
+        double bytes;
+    } parts[] = {
+        {"x of all layers", layers * piece_bytes(tokens * row)},
+        {"dy", piece_bytes(tokens * row)},
+        {"slots", piece_bytes(routes * row)},
+        {"ids and gates of all layers",
+         layers * (piece_bytes(routes * sizeof(int32_t)) + piece_bytes(routes * sizeof(accum)))},
+        {"gate gradients", piece_bytes(routes * sizeof(accum))},
+        {"barrier", piece_bytes((double)mok_header_bytes(ep))},
+    };
+    double all = 0;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        char label[64];
+        snprintf(label, sizeof label, "  %s", parts[i].name);
+        plan_print_bytes(file, label, parts[i].bytes);
+        all += parts[i].bytes;
+    }
+    plan_print_bytes(file, "symmetric memory of a rank", all);
+}
+
+static void print_mok_memory(FILE *file, const struct options *o, const struct parallel *p) {
+    struct mok_shape s = shape_of(o, p);
+    double layers = model_moe_blocks(&o->model), all = (double)moe_mok_bytes(&o->model, &s, true);
+    double rows = layers * (double)s.ring_rows * sizeof(real) * ((double)s.hidden + 2.0 * s.intermediate);
+    double tables = layers * (double)mok_plan_bytes(&s);
+    print_rows(file, "minibatch, rows", (size_t)s.minibatch_rows);
+    print_rows(file, "ring, rows", (size_t)s.ring_rows);
+    print_rows(file, "room of the table, rows", mok_capacity_rows(&s));
+    print_symmetric_memory(file, o, p->ep);
+    plan_print_bytes(file, "  x, gate, up of all layers", rows);
+    plan_print_bytes(file, "  tables of all layers", tables);
+    plan_print_bytes(file, "  shared by the layers", all - rows - tables);
+    plan_print_bytes(file, "rings and tables of a rank", all);
+}
+
+// ---- printing: all ----
+
+static const char *route_name(enum moe_route route) {
+    static const char *const names[] = {
+        [ROUTE_LEARNED] = "learned", [ROUTE_BALANCED] = "balanced",
+        [ROUTE_W1] = "W1",           [ROUTE_W2] = "W2",
+        [ROUTE_W3] = "W3",           [ROUTE_W4] = "W4",
+        [ROUTE_W5] = "W5",           [ROUTE_W6] = "W6",
+        [ROUTE_W7] = "W7",
+    };
+    return names[route];
+}
+
+static void print_heading(FILE *file, const struct plan_ranks *plan, const struct options *o,
+                          const struct parallel *p) {
+    fprintf(file, "Experts on %d rank%s: EP %d x DP %d, --moe %s\n", p->ranks, p->ranks == 1 ? "" : "s", p->ep, p->dp,
+            o->moe.kind == MOE_MOK ? "mok" : "alltoall");
+    fprintf(file, "  One layer and micro-batch in %s, --route %s%s.\n", sizeof(real) == sizeof(float) ? "FP32" : "FP64",
+            route_name(plan->route),
+            o->moe.route == ROUTE_LEARNED ? " (what a router learns is less even)"
+            : plan->route == ROUTE_W7     ? " (a burst)"
+                                          : "");
+    if (plan->groups < p->dp)
+        fprintf(file, "  Planned: %d of %d EP groups; the others are alike.\n", plan->groups, p->dp);
+}
+
+void plan_ranks_print(FILE *file, const struct options *o, const struct parallel *parallel) {
+    struct plan_ranks plan;
+    if (model_moe_blocks(&o->model) == 0) return;
+    plan_ranks_make(&plan, o, parallel);
+    print_heading(file, &plan, o, parallel);
+    print_loads(file, &plan, o->moe.kind == MOE_MOK);
+    print_links(file, &plan, o, parallel->ep);
+    if (o->moe.kind == MOE_MOK) print_mok_memory(file, o, parallel);
+    plan_ranks_free(&plan);
+}

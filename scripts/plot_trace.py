@@ -1,0 +1,417 @@
+#!/usr/bin/env python3
+"""Draws what `./train --trace FILE` recorded, and says how much of the moving is hidden behind multiplying.
+
+    scripts/plot_trace.py FILE -o PICTURE.png                                the whole step
+    scripts/plot_trace.py FILE -o PICTURE.png --layer 3 --pass backward      one pass of one MoE layer
+    scripts/plot_trace.py FILE                                               the table alone
+
+The picture has a row for every worker of every rank, and below them a strip per rank: how many of its workers multiply
+and how many move rows at each moment. Dispatch is hidden where both colours lie above each other. Without --layer and
+--pass the phases of the step are rows too. A pass that occurs in every micro-batch is drawn as in the first.
+
+The table needs Python alone, the picture matplotlib as well.
+"""
+
+import argparse
+import bisect
+import json
+import sys
+from collections import Counter, defaultdict, namedtuple
+
+Event = namedtuple("Event", "begin end kind category layer")
+
+MOVING = {"pull": "#0b4f9e", "push": "#55b4ea"}
+MULTIPLYING = {
+    "gate/up": "#d7301f",
+    "down": "#fdb13b",
+    "d hidden": "#762a83",
+    "d x": "#e78ac3",
+    "d w": "#8c5a2b",
+    "shared expert": "#2ca25f",
+}
+WAITING = {"wait": "#dcdcdc"}
+OTHER = ["#b5bd00", "#00897b", "#5c6bc0", "#37474f"]
+PHASES = ["#8dd3c7", "#ffed6f", "#bebada", "#fb8072", "#80b1d3", "#fdb462", "#b3de69", "#fccde5", "#d9d9d9", "#bc80bd"]
+STRIP_COLORS = {"multiply": "#f08a5d", "move": "#2f7fc1"}
+
+
+def fail(place, message):
+    print(f"plot_trace.py: error: {place}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+# ---- the file ----
+
+
+class Track:
+    """One row: a worker of a rank, or the rank's own phases."""
+
+    def __init__(self, rank, number):
+        self.rank, self.number = rank, number
+        self.name, self.dropped, self.events = f"track {number}", 0, []
+
+    @property
+    def is_worker(self):
+        return self.name != "step"
+
+
+def kind_of(item):
+    """The shared expert has no number, routed ones do."""
+    is_shared = item["cat"] == "compute" and item["name"] in MULTIPLYING and "expert" not in item.get("args", {})
+    return "shared expert" if is_shared else item["name"]
+
+
+def read_tracks(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            items = json.load(file)["traceEvents"]
+    except OSError as error:
+        fail(path, f"cannot be read: {error.strerror}; write one with ./train --trace FILE")
+    except (ValueError, KeyError, TypeError) as error:
+        fail(path, f"found no trace ({error!r}), wanted JSON with traceEvents; write one with ./train --trace FILE")
+    tracks = {}
+    try:
+        for item in items:
+            add_item(tracks, item)
+    except (KeyError, TypeError, AttributeError) as error:
+        fail(path, f"found an event without its fields ({error!r}); write the trace again with ./train --trace FILE")
+    return [tracks[key] for key in sorted(tracks)]
+
+
+def add_item(tracks, item):
+    key = item["pid"], item["tid"]
+    if item["ph"] == "M" and item["name"] == "thread_name":
+        track = tracks.setdefault(key, Track(*key))
+        track.name, track.dropped = item["args"]["name"], item["args"].get("dropped", 0)
+    elif item["ph"] == "X":
+        layer = item.get("args", {}).get("layer")
+        event = Event(item["ts"], item["ts"] + item["dur"], kind_of(item), item["cat"], layer)
+        tracks.setdefault(key, Track(*key)).events.append(event)
+
+
+# ---- what is shown ----
+
+
+class View:
+    """Tracks to show, and from where to where in each rank."""
+
+    def __init__(self, title, tracks, windows):
+        self.title, self.tracks = title, tracks
+        self.begin = min(begin for begin, _ in windows.values())
+        self.end = max(self.begin + 1e-3, *(end for _, end in windows.values()))  # a nanosecond at least
+        self.ranks = sorted(windows)
+
+    def workers(self, rank):
+        return [t for t in self.tracks if t.rank == rank and t.is_worker]
+
+    def events(self, rank, category=None):
+        return [e for t in self.workers(rank) for e in t.events if category in (None, e.category)]
+
+
+def view_step(tracks):
+    """Without the rows that are empty in every rank; a worker without work is shown beside others that have some."""
+    used = {t.is_worker for t in tracks if t.events}
+    ranks = {t.rank for t in tracks if t.events}
+    tracks = [t for t in tracks if t.is_worker in used and t.rank in ranks]
+    windows = {}
+    for rank in ranks:
+        events = [e for t in tracks if t.rank == rank for e in t.events]
+        windows[rank] = min(e.begin for e in events), max(e.end for e in events)
+    return View("whole step", tracks, windows)
+
+
+def view_pass(path, tracks, layer, direction):
+    phase = f"moe {direction}"
+    passes = defaultdict(lambda: defaultdict(list))  # layer -> rank -> its events
+    for track in tracks:
+        for event in track.events:
+            if not track.is_worker and event.kind == phase:
+                passes[event.layer][track.rank].append(event)
+    if not passes:
+        fail(path, f'found no phase "{phase}" on the tracks "step", wanted one; leave out --layer and --pass')
+    layer = min(passes) if layer is None else layer
+    if layer not in passes:
+        known = ", ".join(str(known) for known in sorted(passes))
+        fail("--layer", f"found {layer}, wanted a layer with experts: {known}")
+
+    windows = {rank: (events[0].begin, events[0].end) for rank, events in passes[layer].items()}
+    shown = []
+    for track in tracks:
+        if track.is_worker and track.rank in windows:
+            begin, end = windows[track.rank]
+            cut = Track(track.rank, track.number)
+            cut.name = track.name
+            cut.events = [e for e in track.events if begin <= (e.begin + e.end) / 2 <= end and e.layer == layer]
+            shown.append(cut)
+    if not any(track.events for track in shown):
+        fail(path, f"found no events of workers in layer {layer}, {direction}, wanted some; train with --moe mok")
+    count = max(len(events) for events in passes[layer].values())
+    title = f"layer {layer}, {direction}" + (f", first of {count} micro-batches" if count > 1 else "")
+    return View(title, shown, windows)
+
+
+def choose_view(options):
+    tracks = read_tracks(options.file)
+    for track in tracks:
+        if track.dropped:
+            print(f"{track.dropped} events of {track.name} of rank {track.rank} did not fit the trace", file=sys.stderr)
+    if not any(track.events for track in tracks):
+        fail(options.file, "found no events, wanted some; trace a step of a run with ./train --trace FILE")
+    if options.rank is not None:
+        ranks = sorted({t.rank for t in tracks})
+        if options.rank not in ranks:
+            fail("--rank", f"found {options.rank}, wanted one of {', '.join(map(str, ranks))}")
+        tracks = [t for t in tracks if t.rank == options.rank]
+    if options.layer is None and options.direction is None:
+        return view_step(tracks)
+    return view_pass(options.file, tracks, options.layer, options.direction or "forward")
+
+
+# ---- the table ----
+
+
+def unite(events):
+    """Sorted intervals without overlaps that cover the same moments."""
+    united = []
+    for begin, end in sorted((e.begin, e.end) for e in events):
+        if united and begin <= united[-1][1]:
+            united[-1][1] = max(united[-1][1], end)
+        else:
+            united.append([begin, end])
+    return united
+
+
+def overlap(moving, multiplying):
+    """Share of the moving time during which something multiplied; None if nothing moved."""
+    united = unite(multiplying)
+    begins, before = [begin for begin, _ in united], [0.0]  # before[i]: covered in front of interval i
+    for begin, end in united:
+        before.append(before[-1] + end - begin)
+
+    def covered(moment):
+        i = bisect.bisect_right(begins, moment) - 1
+        return 0.0 if i < 0 else before[i] + min(moment, united[i][1]) - begins[i]
+
+    total = sum(e.end - e.begin for e in moving)
+    return sum(covered(e.end) - covered(e.begin) for e in moving) / total if total else None
+
+
+def print_kinds(rank, what, events, available):
+    """available: microseconds of all tracks together, of which the kinds have shares"""
+    times, counts = Counter(), Counter()
+    for e in events:
+        times[e.kind] += e.end - e.begin
+        counts[e.kind] += 1
+    for kind in sorted(times, key=kind_order):
+        share = 100 * times[kind] / available if available else 0
+        print(f"{rank:>4}  {what:<7}  {kind:<16} {counts[kind]:>8} {times[kind]:>14,.1f} {share:>8.1f} %")
+
+
+def print_table(view):
+    duration = view.end - view.begin
+    print(f"{view.title}: {duration:,.1f} us")
+    print(f"{'rank':>4}  {'tracks':<7}  {'kind':<16} {'events':>8} {'us':>14} {'share':>10}")
+    for rank in view.ranks:
+        for track in view.tracks:
+            if track.rank == rank and not track.is_worker:
+                print_kinds(rank, "step", track.events, duration)
+        print_kinds(rank, "workers", view.events(rank), duration * len(view.workers(rank)))
+    for rank in view.ranks:
+        share = overlap(view.events(rank, "move"), view.events(rank, "compute"))
+        if share is not None:
+            print(f"rank {rank}: during {100 * share:.1f} % of its moving time a worker of the rank multiplied")
+
+
+def kind_order(kind):
+    known = [*MOVING, *MULTIPLYING]
+    return (2 if kind in WAITING else 0 if kind in known else 1), known.index(kind) if kind in known else 0, kind
+
+
+# ---- the picture: sizes in inches, 100 pixels each ----
+
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 14.0, 1.55, 2.15, 0.55, 0.65
+RANK_GAP, STRIP_GAP = 0.18, 0.10
+HATCH = "/////"
+
+
+def import_matplotlib():
+    try:
+        import matplotlib
+    except ImportError:
+        fail("matplotlib", "found none, wanted it for the picture; python3 -m pip install matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    matplotlib.rcParams.update({"font.size": 11, "hatch.linewidth": 0.6, "hatch.color": "#9a9a9a"})
+    return matplotlib.pyplot
+
+
+def choose_colors(view):
+    """Colour of every kind that occurs: those of workers, then phases."""
+    workers = {e.kind for t in view.tracks if t.is_worker for e in t.events}
+    phases = list(dict.fromkeys(e.kind for t in view.tracks if not t.is_worker for e in t.events))
+    known = {**MOVING, **MULTIPLYING, **WAITING}
+    others = [kind for kind in sorted(workers, key=kind_order) if kind not in known]
+    known.update((kind, OTHER[i % len(OTHER)]) for i, kind in enumerate(others))
+    return (
+        {kind: known[kind] for kind in sorted(workers, key=kind_order)},
+        {kind: PHASES[i % len(PHASES)] for i, kind in enumerate(phases)},
+    )
+
+
+def place_rows(view):
+    """Top edge of every track, and the middle of every rank, in rows from the top; the total; the height of a row."""
+    pitch = min(0.26, max(0.08, 10.0 / len(view.tracks)))
+    rows, middles, y = [], {}, 0.0
+    for rank in view.ranks:
+        first = y
+        for track in view.tracks:
+            if track.rank == rank:
+                rows.append((y, track))
+                y += 1
+        middles[rank] = (first + y) / 2
+        y += RANK_GAP / pitch
+    return rows, middles, y - RANK_GAP / pitch, pitch
+
+
+def draw_rows(axes, view, rows, colors):
+    for y, track in rows:
+        spans = defaultdict(list)
+        for e in track.events:
+            spans[e.kind].append((e.begin - view.begin, e.end - e.begin))
+        for kind in sorted(spans, key=lambda kind: -kind_order(kind)[0]):  # what waits lies below
+            hatch = HATCH if kind in WAITING else None
+            axes.broken_barh(spans[kind], (y + 0.06, 0.88), facecolors=colors[kind], linewidth=0, hatch=hatch)
+
+
+def name_phases(axes, view, rows):
+    """The name of a phase in its bar where there is room."""
+    pixels = 100 * (WIDTH - LEFT - RIGHT) / (view.end - view.begin)
+    for y, track in rows:
+        for e in () if track.is_worker else track.events:
+            if (e.end - e.begin) * pixels > 7.0 * len(e.kind) + 8:
+                x = (e.begin + e.end) / 2 - view.begin
+                axes.text(x, y + 0.52, e.kind, ha="center", va="center", fontsize=9)
+
+
+def label_rows(axes, rows, middles, pitch):
+    every = max(1, round(0.17 / pitch + 0.49))
+    shown = [(y, t) for y, t in rows if not t.is_worker or t.number % every == 1 % every]
+    axes.set_yticks([y + 0.5 for y, _ in shown], [t.name for _, t in shown], fontsize=min(11, max(9, 52 * pitch)))
+    axes.tick_params(axis="y", length=0)
+    for rank, y in middles.items():
+        axes.annotate(f"rank {rank}", (0, y), xycoords=("axes fraction", "data"), xytext=(-78, 0),
+                      textcoords="offset points", ha="right", va="center", fontweight="bold", rotation=90)
+
+
+def mean_count(events, edges):
+    """Mean number of these events that are under way, between each two neighbouring edges (array)."""
+    import numpy
+
+    def area(moments):  # integral of a count that goes up by one at each of the moments, up to the edges
+        moments = numpy.sort(moments)
+        sums = numpy.concatenate([[0.0], numpy.cumsum(moments)])
+        passed = numpy.searchsorted(moments, edges)
+        return passed * edges - sums[passed]
+
+    count = area(numpy.array([e.begin for e in events])) - area(numpy.array([e.end for e in events]))
+    return numpy.diff(count) / numpy.diff(edges)
+
+
+def draw_strip(axes, view, rank):
+    import numpy
+
+    edges = numpy.linspace(view.begin, view.end, 351)
+    multiply, move = (mean_count(view.events(rank, category), edges) for category in ("compute", "move"))
+    axes.stairs(multiply, edges - view.begin, fill=True, color=STRIP_COLORS["multiply"])
+    axes.stairs(multiply + move, edges - view.begin, baseline=multiply, fill=True, color=STRIP_COLORS["move"])
+    workers = len(view.workers(rank))
+    axes.set_ylim(0, workers)
+    axes.set_yticks([workers], [str(workers)], va="top", fontsize=9)
+    axes.set_ylabel(f"rank {rank}", rotation=0, ha="right", va="center", labelpad=12, fontweight="bold")
+    axes.tick_params(axis="y", length=0)
+
+
+def prepare_time_axis(axes):
+    axes.tick_params(axis="x", labelbottom=False)
+    axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def label_time_axis(axes):
+    axes.tick_params(axis="x", labelbottom=True)
+    axes.set_xlabel("time (\u00b5s)")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+
+
+def place_legend(plt, figure, top, title, colors):
+    """top: inches from the upper edge"""
+    patches = [
+        plt.Rectangle((0, 0), 1, 1, facecolor=color, linewidth=0, label=kind, hatch=HATCH if kind in WAITING else None)
+        for kind, color in colors.items()
+    ]
+    corner = 1 - (RIGHT - 0.15) / WIDTH, 1 - top / figure.get_figheight()
+    figure.legend(handles=patches, title=title, loc="upper left", bbox_to_anchor=corner, borderaxespad=0, frameon=False,
+                  alignment="left", handlelength=1.6, title_fontproperties={"weight": "bold"})
+
+
+def draw(plt, view, path):
+    worker_colors, phase_colors = choose_colors(view)
+    rows, middles, total, pitch = place_rows(view)
+    strips = [rank for rank in view.ranks if view.workers(rank)]
+    rows_height = max(pitch * total, 0.25 * (len(worker_colors) + len(phase_colors)) + 0.9)  # the legends beside them
+    strip_height = min(0.62, max(0.25, 6.0 / len(view.ranks)))
+    height = TOP + rows_height + 2 * STRIP_GAP + len(strips) * (strip_height + STRIP_GAP) + BOTTOM
+    figure = plt.figure(figsize=(WIDTH, height), dpi=100)
+
+    def add_axes(top, tall, **others):
+        place = LEFT / WIDTH, 1 - (top + tall) / height, (WIDTH - LEFT - RIGHT) / WIDTH, tall / height
+        axes = figure.add_axes(place, **others)
+        prepare_time_axis(axes)
+        return axes
+
+    axes = bottom = add_axes(TOP, rows_height)
+    axes.set_xlim(0, view.end - view.begin)
+    axes.set_ylim(total, 0)
+    axes.set_title(f"{view.title}: {view.end - view.begin:,.0f} \u00b5s", loc="left", fontsize=14, fontweight="bold")
+    draw_rows(axes, view, rows, {**worker_colors, **phase_colors})
+    name_phases(axes, view, rows)
+    label_rows(axes, rows, middles, rows_height / total)
+    if worker_colors:
+        place_legend(plt, figure, TOP, "workers", worker_colors)
+    if phase_colors:
+        above = 0.25 * len(worker_colors) + 0.45 if worker_colors else 0
+        place_legend(plt, figure, TOP + above, "step", phase_colors)
+
+    for i, rank in enumerate(strips):
+        top = TOP + rows_height + 2 * STRIP_GAP + i * (strip_height + STRIP_GAP)
+        bottom = add_axes(top, strip_height, sharex=axes)
+        draw_strip(bottom, view, rank)
+        if i == 0:
+            place_legend(plt, figure, top, "workers that", STRIP_COLORS)
+    label_time_axis(bottom)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        fail(path, f"cannot be written: {error}; name a .png, .pdf or .svg file in a folder that exists")
+    print(f"drawn to {path}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", metavar="FILE", help="trace that ./train --trace FILE wrote")
+    parser.add_argument("-o", dest="picture", metavar="PICTURE", help="picture to write, .png, .pdf or .svg")
+    parser.add_argument("--layer", type=int, help="one MoE layer (default with --pass: the first)")
+    parser.add_argument("--pass", dest="direction", choices=["forward", "backward"],
+                        help="which pass of it (default with --layer: forward)")
+    parser.add_argument("--rank", type=int, help="this rank alone")
+    options = parser.parse_args()
+    plt = import_matplotlib() if options.picture else None
+    view = choose_view(options)
+    print_table(view)
+    if plt:
+        draw(plt, view, options.picture)
+
+
+if __name__ == "__main__":
+    main()
