@@ -368,6 +368,21 @@ static bool remove_aside(const char *path, char *error, size_t error_size) {
     return (is_link(path) && unlink(path) == 0) || file_remove_folder(path, error, error_size);
 }
 
+// Removes a checkpoint, which loses its name first: killed in between, it must not look like one that is damaged. What has
+// a hidden name already is simply removed.
+static bool remove_checkpoint(const char *path, char *error, size_t error_size) {
+    char folder[FILE_PATH], hidden[FILE_PATH], name[STEP_NAME];
+    int64_t step = step_of_name(strrchr(path, '/') + 1);
+    if (step < 0) return file_remove_folder(path, error, error_size);
+    snprintf(folder, sizeof folder, "%.*s", (int)(strrchr(path, '/') - path), path);
+    step_name(name, ".tmp-", step);
+    file_path(hidden, folder, name);
+    return file_remove_folder(hidden, error, error_size) &&
+           (rename(path, hidden) == 0 ||
+            file_error(error, error_size, "%s: cannot remove: %s", path, strerror(errno))) &&
+           file_remove_folder(hidden, error, error_size);
+}
+
 // Of the steps before the one just saved, keeps as many complete ones as still may be and removes all older ones.
 static void purge(const char *run_folder, int64_t saved, int keep) {
     char error[FILE_ERROR];
@@ -379,7 +394,7 @@ static void purge(const char *run_folder, int64_t saved, int keep) {
         if (step_of_name(entries[i]->d_name) >= saved || !is_folder(path)) continue;
         if (kept < keep)
             kept += check_files(path, CHECK_SIZES, error, sizeof error);
-        else if (!file_remove_folder(path, error, sizeof error))
+        else if (!remove_checkpoint(path, error, sizeof error))
             fail_warn("checkpoint", "%s", error);
     }
     if (count >= 0) free_entries(entries, count);
@@ -452,7 +467,7 @@ static void for_every_folder(const char *run_folder, void (*what)(const char *pa
 static void remove_one(const char *path, void *argument) {
     char error[FILE_ERROR];
     (void)argument;
-    if (!file_remove_folder(path, error, sizeof error))
+    if (!remove_checkpoint(path, error, sizeof error))
         fail_user("checkpoint", "%s; wanted to remove it: do so by hand, or name another folder", error);
 }
 

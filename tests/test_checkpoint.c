@@ -237,6 +237,28 @@ static void remove_all_removes_checkpoints_by_exact_name_only(void **state) {
     model_free(&a);
 }
 
+static void remove_all(void *argument) {
+    (void)argument;
+    checkpoint_remove_all(root);
+}
+
+// A removal that does not come to its end, as when the program is killed: what is left does not look like a checkpoint that
+// is damaged, and --resume begins anew instead of refusing.
+static void half_removed_checkpoint_has_lost_its_name(void **state) {
+    (void)state;
+    char text[4096];
+    struct model a;
+    model_init(&a, &uneven);
+    model_fill(&a, 18);
+    save_step(&a, 12, 0);
+    assert_int_equal(mkdir(at("step-00000012/stays"), 0777), 0); // a folder in it is not removed
+    assert_int_equal(run_child(remove_all, NULL, text, sizeof text), 2);
+    assert_false(exists("step-00000012") || exists(".tmp-step-00000012/trainer.json"));
+    assert_true(exists(".tmp-step-00000012/stays"));
+    assert_false(checkpoint_exists(root));
+    model_free(&a);
+}
+
 static void purge_counts_complete_checkpoints_only(void **state) {
     (void)state;
     struct model a;
@@ -422,6 +444,7 @@ int main(void) {
         TEST(file_names_tensors_by_hugging_face),
         TEST(purge_removes_old_steps_by_exact_name_only),
         TEST(remove_all_removes_checkpoints_by_exact_name_only),
+        TEST(half_removed_checkpoint_has_lost_its_name),
         TEST(purge_counts_complete_checkpoints_only),
         TEST(loading_names_what_does_not_fit),
         TEST(index_names_files_of_its_folder_only),
