@@ -33,6 +33,14 @@ struct trace {
     int track_count;
 };
 
+enum {
+    TRACE_TRACK_STEP = 0,   // the rank's own line of control
+    TRACE_TRACK_WORKER = 1, // of worker 0; the others follow
+};
+
+// Where an event begins; 0, without a look at the clock, while nothing is recorded. t may be NULL.
+static inline double trace_now(const struct trace *t) { return t && t->on ? clock_seconds() : 0; }
+
 static inline void trace_add(struct trace *t, int track, struct trace_event event) {
     struct trace_track *to = &t->tracks[track];
     if (to->count == to->capacity)

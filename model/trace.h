@@ -28,8 +28,6 @@
 
 enum {
     TRACE_STEP = 3,                  // of the run, from 1
-    TRACE_TRACK_STEP = 0,            // the rank's own line of control
-    TRACE_TRACK_WORKER = 1,          // of worker 0; the others follow
     TRACE_EVENTS_PER_TRACK = 1 << 17 // of a run: 6 MiB, of which memory is taken as far as it is used
 };
 
@@ -48,8 +46,6 @@ int64_t trace_write(const struct trace *t, struct comm *world, const char *path)
 void trace_check_path(const char *path);
 
 // ---- phases of a step. t may be NULL ----
-
-static inline double trace_now(const struct trace *t) { return t && t->on ? clock_seconds() : 0; }
 
 // From begin until now. name: static text; block: -1 where there is none
 static inline void trace_add_phase(struct trace *t, const char *name, int block, double begin) {

@@ -72,8 +72,6 @@ static const char *task_name(struct mok_task task) {
 
 static bool is_traced(const struct run *r) { return r->crew->trace && r->crew->trace->on; }
 
-static double trace_now(const struct run *r) { return is_traced(r) ? clock_seconds() : 0; }
-
 static bool is_weights(struct mok_task task) { return task.kind == MOK_TASK_D_W2 || task.kind == MOK_TASK_D_W13; }
 
 // One event from `begin` to now. task kind -1: a move of block rows.
@@ -82,7 +80,7 @@ static void record(const struct worker *w, const char *name, double begin, struc
     const struct run *r = w->run;
     if (!is_traced(r)) return;
     bool routed = task.expert >= 0 && !is_weights(task);
-    trace_add(r->crew->trace, 1 + w->number,
+    trace_add(r->crew->trace, TRACE_TRACK_WORKER + w->number,
               (struct trace_event){.begin = begin,
                                    .end = clock_seconds(),
                                    .name = name,
@@ -167,7 +165,7 @@ static bool try_pull(struct worker *w) {
     struct mok_wait waits[MOK_MOST_WAITS];
     int count = mok_pull_waits(r->job.s, r->job.p, r->job.pass, move.block, waits);
     if (!are_reached(r, waits, count) || !take(&r->next_pull, index)) return false;
-    double begin = trace_now(r);
+    double begin = trace_now(r->crew->trace);
     size_t bytes = mok_do_pull(&r->job, move);
     count_up(r, MOK_READY, move.block);
     record_move(w, "pull", begin, move, bytes);
@@ -180,7 +178,7 @@ static bool try_push(struct worker *w) {
     if (index >= r->moves) return false;
     struct mok_move move = mok_move_at(r->job.s, r->job.p, r->job.pass, index);
     if (!is_reached(r, mok_push_wait(r->job.s, move.block)) || !take(&r->next_push, index)) return false;
-    double begin = trace_now(r);
+    double begin = trace_now(r->crew->trace);
     size_t bytes = mok_do_push(&r->job, move);
     count_up(r, MOK_PUSHED, move.block);
     record_move(w, "push", begin, move, bytes);
@@ -217,11 +215,11 @@ static void wait_for(struct worker *w, struct mok_task task, struct mok_wait wai
     struct run *r = w->run;
     if (is_reached(r, wait)) return;
     struct backoff pause = {0};
-    double begin = trace_now(r);
+    double begin = trace_now(r->crew->trace);
     while (!is_reached(r, wait)) {
         if (w->mixed && (try_pull(w) || try_push(w))) {
             pause = (struct backoff){0};
-            begin = trace_now(r);
+            begin = trace_now(r->crew->trace);
             continue;
         }
         double seconds = backoff_pause(&pause);
@@ -241,14 +239,16 @@ static void multiply_all(struct worker *w) {
         int count = mok_task_waits(j->s, j->p, j->pass, task, waits);
         for (int i = 0; i < count; i++) wait_for(w, task, waits[i]);
         if (r->crew->before_task) r->crew->before_task(r->crew->argument, w->number, task);
-        double begin = trace_now(r);
+        double begin = trace_now(r->crew->trace);
         mok_do_task(j, task);
         count = mok_task_signals(task, signals);
         for (int i = 0; i < count; i++) count_up(r, signals[i].kind, signals[i].index);
         record(w, task_name(task), begin, task, 0, 0);
         // Between two tasks as many rows as a block has, so that pulls stay ahead of the tasks that wait for them.
-        for (int i = 0; w->mixed && i < mok_groups(j->s); i++)
-            if (!try_pull(w) & !try_push(w)) break;
+        for (int i = 0; w->mixed && i < mok_groups(j->s); i++) {
+            bool pulled = try_pull(w), pushed = try_push(w);
+            if (!pulled && !pushed) break;
+        }
     }
 }
 
