@@ -5,6 +5,11 @@
 
 #include <stdbool.h>
 
+#ifdef __cplusplus
+#define _Noreturn [[noreturn]]
+extern "C" {
+#endif
+
 // The user can mend it (flag, file, size): prints "mok: error: PLACE: MESSAGE" to stderr and ends with exit code 2.
 // place: a flag ("--steps") or a file path. message: found, wanted, hint, in this order.
 _Noreturn void fail_user(const char *place, const char *message, ...) __attribute__((format(printf, 2, 3)));
@@ -25,5 +30,9 @@ void fail_set_rank(int rank, void (*end)(int code));
 // Turns what a terminal would obey rather than show (the control characters of ASCII and Latin-1; other UTF-8 stays)
 // into '?', and returns text.
 char *fail_hide_controls(char *text);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

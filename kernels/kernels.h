@@ -7,8 +7,9 @@
 //   - A "_backward" writes (=) activation gradients unless it says it adds, and always adds (+=) weight gradients.
 //   - Operations run in the order of their calls. Results in host memory are complete on return, and the host side of a
 //     copy may then be used again.
-//   - Every sum has a fixed order: the same inputs give the same bits on every run. kernels/cpu promises more: for finite
-//     inputs the bits of an output depend on its own inputs only, never on the number of threads or of other rows.
+//   - Every sum has a fixed order: the same inputs give the same bits on every run. kernels/cpu promises more: for
+//     finite inputs the bits of an output depend on its own inputs only, never on the number of threads or of other
+//     rows.
 //   - Sizes of zero are allowed; a sum over nothing is zero.
 //   - Products of sizes are size_t; a single size is an int.
 //   - Equations are numbered as in the DeepSeek-V3 paper (arXiv 2412.19437) where the comment says "V3 eq.".
@@ -17,18 +18,44 @@
 
 #include "kernels/types.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 // ---- device: memory and identity ----
 
 // The first call of the program, with main's argv: sets up what must be there before the process has really begun. May
 // start the program again with another environment.
 void device_start(char **argv);
 
-// Zeroed memory, aligned to 256 bytes. Ends the program with the size that was asked for when there is none left.
+// Chooses this rank's GPU among those that the host's ranks can see: local_rank of local_ranks. After comm_start and
+// before any other call but device_start, device_name and those that a plan is made of: device_memory_bytes,
+// device_memory_is_shared, device_library_bytes, device_scratch_bytes, attention_most_columns, router_most_experts; by
+// all ranks of the host together. Ends the program (exit 2) when there are fewer GPUs than ranks on the host. The CPU
+// has nothing to choose.
+void device_open(int local_rank, int local_ranks);
+
+// Memory that is zeroed when the call returns, aligned to 256 bytes. Ends the program with the size that was asked for
+// when there is none left.
 void *device_alloc(size_t bytes);
 void device_free(void *memory);
 void device_zero(void *memory, size_t bytes);
 void device_copy_in(void *device, const void *host, size_t bytes);
 void device_copy_out(void *host, const void *device, size_t bytes);
+// device_copy_out in two halves, so that what is called in between runs meanwhile: begin comes after the operations
+// that make the bytes, finish waits for them alone. One at a time; at most DEVICE_READ_BYTES.
+enum { DEVICE_READ_BYTES = 1 << 20 };
+void device_read_begin(const void *device, size_t bytes);
+void device_read_finish(void *host, size_t bytes);
+// Waits until everything that was called has been done.
+void device_finish(void);
+
+// Marks between the operations called before and those called after, to measure time with: number 0, 1, ... since the
+// last device_clear_marks. The first one waits for everything before it.
+int device_mark(void);
+// What clock_seconds showed when the device came there; waits for it.
+double device_mark_seconds(int mark);
+void device_clear_marks(void);
 
 // Conversion between host floats and device reals, n elements.
 void device_real_from_float(real *device, const float *host, size_t n);
@@ -39,28 +66,59 @@ void device_accum_to_float(float *host, const accum *device, size_t n);
 
 // One line for people: what this binary computes on, for example "CPU, 2 threads, AVX2".
 const char *device_name(void);
-// Floating-point operations per second the device can do at most, measured once per process (CPU: a loop of
-// multiply-adds in registers on all threads). The denominator of MFU.
+// How matrix products are computed: "default", or "tuned HASH" when a table of make tune says it. After device_open;
+// the CPU has nothing to tune.
+const char *device_tuning(void);
+// Floating-point operations per second the device can do at most: of a CPU measured once per process (a loop of
+// multiply-adds in registers on all threads), of a GPU its maker's figure for dense BF16. The denominator of MFU.
 double device_peak_flops(void);
-// Bytes of memory in the machine that a run can use.
+// Bytes of memory that the runs on this machine (CPU), or this rank (its GPU), can use. 0: not known, as where there is
+// no GPU; that is no error.
 size_t device_memory_bytes(void);
+// Whether that memory is one for all ranks of a host (CPU), or every rank has its own (GPU).
+bool device_memory_is_shared(void);
+// Bytes of it that are taken: by device_alloc, by libraries and by the driver, and by other programs on the same GPU.
+// 0: not known (CPU).
+size_t device_memory_used(void);
+// Bytes that driver and libraries take in a job of so many ranks, beside all that is allocated here: an estimate, as
+// measured. 0 on the CPU.
+size_t device_library_bytes(int ranks);
+
+// ---- scratch memory: what operations need beside their arguments ----
+
+// The largest sizes that they are called with. Zero where there is nothing of the kind.
+struct scratch_sizes {
+    int rows, width;                                         // of norms, and rows of everything else
+    int vocab;                                               // of the embedding
+    int hidden, experts, top_k, sequences;                   // of the router and of dispatch
+    int batch, length, heads, nope_dim, rope_dim, value_dim; // of attention_backward
+};
+// Bytes for the operation that needs most, since they use it in turn; 0 on the CPU, which takes it from the stack.
+size_t device_scratch_bytes(const struct scratch_sizes *s);
+// Takes them now. An operation that finds too little takes more by itself, while everything waits.
+void device_reserve_scratch(size_t bytes);
 
 // ---- matrix products ----
 
 // y = x w^T + add       y, add [M, N]   x [M, K]   w [N, K]      add may be NULL (nothing) or y itself (accumulate).
-// Summed in accum, starting from add, and rounded to real once.
+// Summed in accum, starting from add, and rounded to real once. Some algorithms of a GPU's library round the product
+// before they add it (measured: 1.4 times the rounding error).
 void matmul_nt(real *y, const real *x, const real *w, int M, int N, int K, const real *add);
 // y = x w + add         y, add [M, N]   x [M, K]   w [K, N]
 void matmul_nn(real *y, const real *x, const real *w, int M, int N, int K, const real *add);
 // dw += a^T b           dw [M, N]   a [K, M]   b [K, N]     the weight-gradient product; K counts tokens
 void matmul_tn(accum *dw, const real *a, const real *b, int M, int N, int K);
 
-// The same three for E experts at once. Rows of expert e are offsets[e] .. offsets[e+1]-1 (offsets [E + 1], in device
-// memory; the host knows only that offsets[E] <= rows); w and dw hold the experts' matrices one after the other. Rows
-// behind the last expert's are not written; an expert without rows leaves its dw as it is.
-void grouped_matmul_nt(real *y, const real *x, const real *w, const int *offsets, int rows, int E, int N, int K);
-void grouped_matmul_nn(real *y, const real *x, const real *w, const int *offsets, int rows, int E, int N, int K);
-void grouped_matmul_tn(accum *dw, const real *a, const real *b, const int *offsets, int rows, int E, int M, int N);
+// The same three for E experts at once. Rows of expert e are offsets[e] .. offsets[e+1]-1 (offsets [E + 1], host
+// memory); w and dw hold the experts' matrices one after the other. Rows outside are not written. add: dw += as above,
+// and an expert without rows leaves its dw as it is; else dw = a^T b, and an expert without rows gets zeros.
+void grouped_matmul_nt(real *y, const real *x, const real *w, const int *offsets, int E, int N, int K);
+void grouped_matmul_nn(real *y, const real *x, const real *w, const int *offsets, int E, int N, int K);
+void grouped_matmul_tn(accum *dw, const real *a, const real *b, const int *offsets, int E, int M, int N, bool add);
+
+// What multiplies the tiles of the grouped products: NVIDIA's library or this program's own code.
+enum grouped_core { GROUPED_CUBLASLT, GROUPED_OWN };
+bool grouped_matmul_available(enum grouped_core core);
 
 // ---- embedding, norm, rotary position ----
 
@@ -93,6 +151,8 @@ struct attention_shape {
     double scale; // of the scores before the softmax
 };
 
+// The widest heads, of queries and of values, that both passes take. INT_MAX: any.
+int attention_most_columns(void);
 // Causal softmax attention. Key of head h = [kn of head h | kr shared by all heads].
 // o [N, n*dv]   lse [B, n, T] log of the softmax denominators   q [N, n*(dn+dr)]   kv [N, n*(dn+dv)], per head dn keys
 // then dv values   kr [N, kr_stride], its first dr columns
@@ -125,6 +185,8 @@ struct router_shape {
     double scale;           // routed_scaling_factor
 };
 
+// The most experts that routing and dispatch take. INT_MAX: any number.
+int router_most_experts(void);
 // scores = sigmoid(x w^T)     scores [N, E]   x [N, H]   w [E, H]
 void router_score(accum *scores, const real *x, const real *w, int N, int E, int H);
 // ids [N, K]: the K largest of scores + bias among the best groups, largest first, ties to the lower id. A group's rank
@@ -165,13 +227,18 @@ void router_update_bias(accum *bias, const int64_t *counts, int E, double rate);
 void moe_place(int *offsets, int *slot_of_row, int *row_of_slot, const int32_t *ids, const int *order, int N, int K,
                int E);
 // Rows arrive ordered by (source, expert) and are to be ordered by (expert, source), both times as they were within one
-// pair. counts[s * stride + e]: rows of expert e from source s, S sources, E experts. Numbers of rows, in both orders,
-// begin at first: arrival_of_row[first + i] is where the i-th row of the new order came in, row_of_arrival the inverse.
-void moe_regroup(int *arrival_of_row, int *row_of_arrival, const int *counts, int S, int stride, int E, int first);
+// pair. Source s, of S, sent of expert e, of E, offsets[s * stride + e + 1] - offsets[s * stride + e] rows. Numbers of
+// rows, in both orders, begin at first: arrival_of_row[first + i] is where the i-th row of the new order came in,
+// row_of_arrival the inverse.   rows: how many there are
+void moe_regroup(int *arrival_of_row, int *row_of_arrival, const int *offsets, int S, int stride, int E, int first,
+                 int rows);
 // out[i] = gates[index[i]], 0 where the index is -1.   out, index [n]
 void moe_gather_gates(accum *out, const accum *gates, const int *index, int n);
-// rows[r] = x[slot_of_row[r] / K]; a row whose slot is -1 becomes zeros.   rows [R, H]   x [N, H]
-void moe_gather(real *rows, const real *x, const int *slot_of_row, int R, int K, int H);
+// rows[row_of_slot[t*K + k]] = x[t] for every slot that has a row, not -1; no two have the same. Other rows are not
+// written.   x [N, H]   row_of_slot [N*K]
+void moe_scatter(real *rows, const real *x, const int *row_of_slot, int N, int K, int H);
+// rows[r] = x[index[r]]; a row whose index is -1 becomes zeros.   rows [R, H]   index [R]
+void moe_gather(real *rows, const real *x, const int *index, int R, int H);
 // y = sum over k = 0..K-1 of rows[row_of_slot[t*K + k]], then + shared, then + residual (both may be NULL).
 // y [N, H]; slots with row -1 are skipped.
 void moe_combine(real *y, const real *rows, const int *row_of_slot, const real *shared, const real *residual, int N,
@@ -190,11 +257,11 @@ void moe_sum_slots(real *y, const real *slots, const int32_t *ids, const real *s
 void cross_entropy(real *logits, accum *loss, const int32_t *targets, int rows, int V, bool want_gradient,
                    double scale);
 
-// ---- sums to the host ----
+// ---- sums in double ----
 
-// Sum of n values, in double.
-double device_sum(const accum *values, size_t n);
-// Sum of squares of n values, in double. NaN and infinity survive.
+// *sum += the sum of n values.   sum: device memory
+void device_add_sum(double *sum, const accum *values, size_t n);
+// Sum of squares of n values. NaN and infinity survive.
 double device_sum_squares(const accum *values, size_t n);
 
 // ---- optimizer ----
@@ -207,5 +274,9 @@ struct adamw {
 // Decoupled weight decay (Loshchilov and Hutter), on master weights; weight = master rounded to real.
 // All [n]. m, v moments; weight may not overlap master.
 void adamw_update(accum *master, accum *m, accum *v, real *weight, const accum *grad, size_t n, struct adamw a);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

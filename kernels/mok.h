@@ -13,6 +13,9 @@
 #include "kernels/mok_plan.h"
 #include "kernels/trace.h"
 
+// Whether this backend has the megakernel.
+bool mok_available(void);
+
 // ---- ranks ----
 
 // One rank's view of its EP group. base[r] is where the symmetric memory of rank r begins here; it begins with

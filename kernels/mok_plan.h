@@ -10,7 +10,8 @@
 //   macrobatch  the rows that are in the ring together: rows m * ring_rows and on. Normally there is one
 //
 // Two passes. Forward runs the macrobatches last to first, so that macrobatch 0 is still in the ring when backward begins;
-// backward runs them first to last, and replays (pulls and multiplies again) those that are gone.
+// backward runs them first to last, and replays (pulls and multiplies again) those that are gone. Where layers share one
+// ring (`replay`), that is all of them.
 //
 // Who does what. Multipliers take tasks in order from a ticket; movers take groups of rows in order from two tickets, one
 // for pulling and one for pushing. Every task waits for counters that earlier tasks or movers raise; movers wait for
@@ -51,6 +52,7 @@ struct mok_shape {
     int minibatch_rows, ring_rows; // multiples of MOK_BLOCK_ROWS; the ring is a multiple of the minibatch
     int lag;                       // tiles of the next phase that come before the second half of a phase
     int move_rows;                 // rows of one mover's ticket; divides MOK_BLOCK_ROWS
+    bool replay;                   // nothing of forward is in the ring when backward begins
 };
 
 MOK_INLINE int mok_first_expert(const struct mok_shape *s, int rank) {
@@ -313,12 +315,12 @@ MOK_INLINE int mok_shared_tasks(const struct mok_shape *s, const struct mok_plan
 }
 
 // Whether backward replays a macrobatch: all but the one that forward left in the ring.
-MOK_INLINE bool mok_is_replayed(int m) { return m > 0; }
+MOK_INLINE bool mok_is_replayed(const struct mok_shape *s, int m) { return m > 0 || s->replay; }
 
 // First-stage tasks of one block.
 MOK_INLINE int mok_first_stage(const struct mok_shape *s, enum mok_pass pass, int m) {
     if (pass == MOK_FORWARD) return mok_gate_up_tiles(s);
-    return mok_d_hidden_tiles(s) + (mok_is_replayed(m) ? mok_gate_up_tiles(s) : 0);
+    return mok_d_hidden_tiles(s) + (mok_is_replayed(s, m) ? mok_gate_up_tiles(s) : 0);
 }
 
 MOK_INLINE int mok_macrobatch_tasks(const struct mok_shape *s, const struct mok_plan *p, enum mok_pass pass, int m) {
@@ -381,7 +383,7 @@ MOK_INLINE struct mok_task mok_macrobatch_task(const struct mok_shape *s, const 
     }
     struct mok_place place = mok_interleave(index, blocks, mok_phase_blocks(s), a, out, s->lag);
     int tiles = out,
-        replayed = pass == MOK_BACKWARD && mok_is_replayed(m) ? place.phase_blocks * mok_gate_up_tiles(s) : 0;
+        replayed = pass == MOK_BACKWARD && mok_is_replayed(s, m) ? place.phase_blocks * mok_gate_up_tiles(s) : 0;
     if (place.second) {
         task.kind = pass == MOK_FORWARD ? MOK_TASK_DOWN : MOK_TASK_D_X;
     } else if (pass == MOK_FORWARD || place.at < replayed) {
@@ -442,7 +444,7 @@ MOK_INLINE int mok_task_waits(const struct mok_shape *s, const struct mok_plan *
         // the expert's counter of d hidden tiles must not run ahead of the weight gradients that wait for it.
         int before = mok_macrobatch_of(s, task.block) - 1;
         mok_add_wait(waits, &count, MOK_READY, task.block, mok_groups(s));
-        if (mok_is_replayed(before + 1)) mok_add_wait(waits, &count, MOK_GATE_UP, task.block, mok_gate_up_tiles(s));
+        if (mok_is_replayed(s, before + 1)) mok_add_wait(waits, &count, MOK_GATE_UP, task.block, mok_gate_up_tiles(s));
         mok_add_wait(waits, &count, MOK_EXPERT_D_WEIGHTS, e,
                      mok_expert_d_weight_tiles(s) * mok_expert_turns(s, p, e, before));
         break;
@@ -521,7 +523,7 @@ MOK_INLINE struct mok_move mok_move_at(const struct mok_shape *s, const struct m
 
 // Whether a pull also brings the token's input again, besides the gradient of its output.
 MOK_INLINE bool mok_pull_replays(const struct mok_shape *s, enum mok_pass pass, int block) {
-    return pass == MOK_BACKWARD && mok_is_replayed(mok_macrobatch_of(s, block));
+    return pass == MOK_BACKWARD && mok_is_replayed(s, mok_macrobatch_of(s, block));
 }
 
 // What a pull waits for: that its place in the ring is free. Its rows' predecessors there have been pushed, which is the

@@ -1,14 +1,20 @@
 // What a worker did when, for --trace. Recording costs two readings of the clock and a store, and nothing when it is off.
 //
 // One recorder per rank. Every track (a worker thread, or the rank's own line of control) is written by one thread at a
-// time; a track that is full drops what follows and counts it. Track 0 is the rank's own, "step", and worker w has track
-// 1 + w. Workers add "pull", "push" (moving), "wait", and what they compute: "gate/up", "down", "d hidden", "d x", "d w2",
-// "d w13"; for the shared expert "shared gate/up" and so on.
+// time; a track that is full drops what follows and counts it. Track 0 is the rank's own, "step", worker w has track 1 + w,
+// and the last one is "device". The phases of "step" and the operations of "device" are spans between marks
+// (kernels.h) until the device has come to them: a call may return long before its work is done. Workers add "pull",
+// "push" (moving), "wait", and what they compute: "gate/up", "down", "d hidden", "d x", "d w2", "d w13"; for the shared
+// expert "shared gate/up" and so on.
 #ifndef MOK_KERNELS_TRACE_H
 #define MOK_KERNELS_TRACE_H
 
 #include "kernels/clock.h"
 #include "kernels/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 struct trace_event {
     double begin, end; // clock_seconds
@@ -26,11 +32,21 @@ struct trace_track {
     size_t count, capacity, dropped;
 };
 
+// A phase of the step, or an operation.
+struct trace_span {
+    const char *name; // static text
+    int block;        // -1: none
+    int begin, end;   // marks
+    bool operation;
+};
+
 struct trace {
     bool on;   // record
     int block; // of the events that follow, for code that does not know the model
     struct trace_track *tracks;
     int track_count;
+    struct trace_span *spans;
+    size_t span_count, span_capacity;
 };
 
 enum {
@@ -48,5 +64,11 @@ static inline void trace_add(struct trace *t, int track, struct trace_event even
     else
         to->events[to->count++] = event;
 }
+
+void trace_add_span(struct trace *t, struct trace_span span);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

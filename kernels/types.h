@@ -3,7 +3,8 @@
 //   real    weights and activations: float on the CPU, BF16 on the GPU
 //   accum   everything that must not lose bits: router scores, gradients, master weights, moments, sums
 //
-// With -DMOK_DOUBLE both are double: the same sources then check their own gradients by finite differences.
+// With -DMOK_DOUBLE both are double: the same sources then check their own gradients by finite differences. With -DMOK_CUDA
+// real is BF16, whose numbers only the kernels read: to host code it is two bytes.
 #ifndef MOK_KERNELS_TYPES_H
 #define MOK_KERNELS_TYPES_H
 
@@ -11,7 +12,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef MOK_DOUBLE
+#if defined MOK_CUDA && defined __CUDACC__
+#include <cuda_bf16.h>
+typedef __nv_bfloat16 real;
+typedef float accum;
+#elif defined MOK_CUDA
+typedef struct {
+    uint16_t bits;
+} real;
+typedef float accum;
+#elif defined MOK_DOUBLE
 typedef double real;
 typedef double accum;
 #else

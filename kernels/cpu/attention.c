@@ -1,5 +1,6 @@
 // Causal attention for MLA heads, as a few matrix products per head and block of queries. Scores of one block exist at
 // a time, never [T, T]; the backward pass computes them again from the stored log-sum-exp.
+#include <limits.h>
 #include <math.h>
 #include <string.h>
 
@@ -7,8 +8,11 @@
 #include "kernels/cpu/rowmath.h"
 #include "kernels/cpu/scratch.h"
 #include "kernels/kernels.h"
+#include "kernels/operation.h"
 
 enum { QUERY_BLOCK = 64 };
+
+int attention_most_columns(void) { return INT_MAX; }
 
 // One head of one sequence. Keys and values are also kept transposed, because packing a transpose anew for every block
 // of queries would cost as much as the product.
@@ -109,6 +113,7 @@ static void probabilities_again(real *row, int last, int width, accum scale, acc
 
 void attention_forward(real *o, accum *lse, const real *q, const real *kv, const real *kr, int kr_stride,
                        struct attention_shape s) {
+    OPERATION();
     size_t T = (size_t)s.length;
     int dq = s.nope_dim + s.rope_dim;
 #pragma omp parallel
@@ -159,6 +164,7 @@ static void head_backward(real *head_dq, struct head_scratch w, const struct hea
 
 void attention_backward(real *dq, real *dkv, real *dkr, int dkr_stride, const real *d_o, const real *q, const real *kv,
                         const real *kr, int kr_stride, const real *o, const accum *lse, struct attention_shape s) {
+    OPERATION();
     size_t T = (size_t)s.length, width = (size_t)s.nope_dim + s.rope_dim, dr = (size_t)s.rope_dim;
     size_t dkv_width = (size_t)s.nope_dim + s.value_dim;
     real *dkr_of_head = scratch_alloc(sizeof(real) * s.batch * T * s.heads * dr); // [B, T, n, dr]

@@ -2,10 +2,12 @@
 #include <string.h>
 
 #include "kernels/kernels.h"
+#include "kernels/operation.h"
 
 enum { COLUMN_BLOCK = 64 }; // columns one thread owns in the backward pass, so that rows add up in order
 
 void embedding_forward(real *x, const real *table, const int32_t *ids, int N, int H) {
+    OPERATION();
 #pragma omp parallel for
     for (int i = 0; i < N; i++) {
         real *row = x + (size_t)i * H;
@@ -17,6 +19,7 @@ void embedding_forward(real *x, const real *table, const int32_t *ids, int N, in
 }
 
 void embedding_backward(accum *dtable, const real *dx, const int32_t *ids, int N, int H) {
+    OPERATION();
 #pragma omp parallel for
     for (int first = 0; first < H; first += COLUMN_BLOCK) {
         int last = first + COLUMN_BLOCK < H ? first + COLUMN_BLOCK : H;

@@ -1,9 +1,11 @@
 // Softmax cross-entropy, loss and gradient in one pass over the logits.
 #include "kernels/cpu/rowmath.h"
 #include "kernels/kernels.h"
+#include "kernels/operation.h"
 
 void cross_entropy(real *logits, accum *loss, const int32_t *targets, int rows, int V, bool want_gradient,
                    double scale) {
+    OPERATION();
 #pragma omp parallel for
     for (int r = 0; r < rows; r++) {
         real *row = logits + (size_t)r * V;

@@ -3,9 +3,11 @@
 
 #include "kernels/cpu/scratch.h"
 #include "kernels/kernels.h"
+#include "kernels/operation.h"
 
 void moe_place(int *offsets, int *slot_of_row, int *row_of_slot, const int32_t *ids, const int *order, int N, int K,
                int E) {
+    OPERATION();
     int slots = N * K;
     memset(offsets, 0, sizeof(int) * ((size_t)E + 1));
     for (int s = 0; s < slots; s++)
@@ -22,16 +24,19 @@ void moe_place(int *offsets, int *slot_of_row, int *row_of_slot, const int32_t *
     for (int row = offsets[E]; row < slots; row++) slot_of_row[row] = -1;
 }
 
-void moe_regroup(int *arrival_of_row, int *row_of_arrival, const int *counts, int S, int stride, int E, int first) {
+void moe_regroup(int *arrival_of_row, int *row_of_arrival, const int *offsets, int S, int stride, int E, int first,
+                 int rows) {
+    OPERATION();
+    (void)rows;
     int *next = scratch_alloc(sizeof(int) * (size_t)S); // arrival of the next row of every source
     for (int s = 0, arrival = first; s < S; s++) {
         next[s] = arrival;
-        for (int e = 0; e < E; e++) arrival += counts[(size_t)s * stride + e];
+        arrival += offsets[(size_t)s * stride + E] - offsets[(size_t)s * stride];
     }
     int row = first;
     for (int e = 0; e < E; e++)
         for (int s = 0; s < S; s++)
-            for (int i = 0; i < counts[(size_t)s * stride + e]; i++) {
+            for (int i = offsets[(size_t)s * stride + e]; i < offsets[(size_t)s * stride + e + 1]; i++) {
                 arrival_of_row[row] = next[s];
                 row_of_arrival[next[s]++] = row++;
             }
@@ -39,17 +44,28 @@ void moe_regroup(int *arrival_of_row, int *row_of_arrival, const int *counts, in
 }
 
 void moe_gather_gates(accum *out, const accum *gates, const int *index, int n) {
+    OPERATION();
     for (int i = 0; i < n; i++) out[i] = index[i] < 0 ? 0 : gates[index[i]];
 }
 
-void moe_gather(real *rows, const real *x, const int *slot_of_row, int R, int K, int H) {
+void moe_scatter(real *rows, const real *x, const int *row_of_slot, int N, int K, int H) {
+    OPERATION();
+    size_t slots = (size_t)N * K;
+#pragma omp parallel for
+    for (size_t slot = 0; slot < slots; slot++)
+        if (row_of_slot[slot] >= 0)
+            memcpy(rows + (size_t)row_of_slot[slot] * H, x + slot / K * H, sizeof(real) * (size_t)H);
+}
+
+void moe_gather(real *rows, const real *x, const int *index, int R, int H) {
+    OPERATION();
     size_t bytes = sizeof(real) * (size_t)H;
 #pragma omp parallel for
     for (int r = 0; r < R; r++) {
-        if (slot_of_row[r] < 0)
+        if (index[r] < 0)
             memset(rows + (size_t)r * H, 0, bytes);
         else
-            memcpy(rows + (size_t)r * H, x + (size_t)(slot_of_row[r] / K) * H, bytes);
+            memcpy(rows + (size_t)r * H, x + (size_t)index[r] * H, bytes);
     }
 }
 
@@ -89,10 +105,12 @@ static void sum_tokens(real *y, const real *rows, const int *row_of_slot, const 
 
 void moe_combine(real *y, const real *rows, const int *row_of_slot, const real *shared, const real *residual, int N,
                  int K, int H) {
+    OPERATION();
     sum_tokens(y, rows, row_of_slot, NULL, shared, residual, N, K, H);
 }
 
 void moe_sum_slots(real *y, const real *slots, const int32_t *ids, const real *shared, const real *residual, int N,
                    int K, int H) {
+    OPERATION();
     sum_tokens(y, slots, NULL, ids, shared, residual, N, K, H);
 }

@@ -2,9 +2,10 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "kernels/cpu/backoff.h"
+#include "kernels/backoff.h"
 #include "kernels/cpu/mok_header.h"
 #include "kernels/fail.h"
+#include "kernels/operation.h"
 
 size_t mok_header_bytes(int ranks) { return sizeof(struct mok_header) + (size_t)ranks * sizeof(struct mok_arrival); }
 
@@ -28,6 +29,7 @@ static _Noreturn void fail_missing(const struct mok_group *g, const char *what, 
 }
 
 void mok_barrier(struct mok_group *g, const char *what) {
+    OPERATION();
     g->epoch++;
     for (int i = 0; i < g->ranks; i++) { // from the next rank on, so that not all of them write to rank 0 first
         int to = (g->rank + i) % g->ranks;

@@ -9,6 +9,7 @@
 #include "kernels/cpu/scratch.h"
 #include "kernels/kernels.h"
 #include "kernels/mok.h"
+#include "kernels/operation.h"
 
 enum { TILE_TOKENS = 256 };
 
@@ -106,6 +107,7 @@ static void pad_expert(struct mok_plan *p, int e) {
 
 void mok_plan_make(struct mok_plan *p, const struct mok_shape *s, const struct mok_group *g, const int32_t *ids,
                    const accum *gates) {
+    OPERATION();
     int K = s->top_k, first_expert = mok_first_expert(s, g->rank);
     p->rank = g->rank;
     p->experts = mok_local_experts(s, g->rank);

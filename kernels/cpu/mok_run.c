@@ -4,10 +4,11 @@
 #include <string.h>
 
 #include "kernels/clock.h"
-#include "kernels/cpu/backoff.h"
+#include "kernels/backoff.h"
 #include "kernels/cpu/mok_tasks.h"
 #include "kernels/cpu/pool.h"
 #include "kernels/fail.h"
+#include "kernels/operation.h"
 
 // A word that many workers write, alone in its cache line.
 struct word {
@@ -273,9 +274,12 @@ void mok_crew_open(struct mok_crew *c) {
 
 void mok_crew_close(struct mok_crew *c) { pool_close(c->pool); }
 
+bool mok_available(void) { return true; }
+
 void mok_run(const struct mok_shape *s, const struct mok_plan *p, const struct mok_group *g,
              const struct mok_layer *layer, const struct mok_workspace *w, const struct mok_crew *crew,
              enum mok_pass pass) {
+    OPERATION();
     struct run run = {.job = {s, p, g, layer, w, pass},
                       .crew = crew,
                       .counters = w->counters,

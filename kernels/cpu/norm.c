@@ -1,11 +1,13 @@
 // RMSNorm, forward and backward.
 #include "kernels/cpu/rowmath.h"
 #include "kernels/kernels.h"
+#include "kernels/operation.h"
 
 enum { COLUMN_BLOCK = 64 }; // columns whose weight gradient one thread sums, rows ascending
 
 void rmsnorm_forward(real *y, int y_stride, accum *rstd, const real *x, int x_stride, const real *w, int N, int C,
                      double eps) {
+    OPERATION();
 #pragma omp parallel for
     for (int i = 0; i < N; i++) {
         const real *xi = x + (size_t)i * x_stride;
@@ -18,6 +20,7 @@ void rmsnorm_forward(real *y, int y_stride, accum *rstd, const real *x, int x_st
 
 void rmsnorm_backward(real *dx, int dx_stride, bool add, accum *dw, const real *dy, int dy_stride, const real *x,
                       int x_stride, const real *w, const accum *rstd, int N, int C) {
+    OPERATION();
     // dw first: dx may be the same memory as dy.
 #pragma omp parallel for
     for (int first = 0; first < C; first += COLUMN_BLOCK) {

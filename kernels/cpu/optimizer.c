@@ -1,8 +1,10 @@
 // AdamW.
 #include "kernels/cpu/rowmath.h"
 #include "kernels/kernels.h"
+#include "kernels/operation.h"
 
 void adamw_update(accum *master, accum *m, accum *v, real *weight, const accum *grad, size_t n, struct adamw a) {
+    OPERATION();
     const accum beta1 = (accum)a.beta1, beta2 = (accum)a.beta2;
     const accum rest1 = (accum)(1 - a.beta1), rest2 = (accum)(1 - a.beta2); // not from the rounded betas
     const accum eps = (accum)a.eps, scale = (accum)a.grad_scale;

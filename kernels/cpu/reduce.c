@@ -1,16 +1,19 @@
 // Sums over whole arrays, for any number of threads in the same order.
 #include "kernels/cpu/scratch.h"
 #include "kernels/kernels.h"
+#include "kernels/operation.h"
 
-double device_sum(const accum *values, size_t n) {
-    double sum = 0;
-    for (size_t i = 0; i < n; i++) sum += (double)values[i];
-    return sum;
+void device_add_sum(double *sum, const accum *values, size_t n) {
+    OPERATION();
+    double all = 0;
+    for (size_t i = 0; i < n; i++) all += (double)values[i];
+    *sum += all;
 }
 
 enum { NORM_BLOCK = 4096 }; // elements of one partial sum; the partial sums are added in order
 
 double device_sum_squares(const accum *values, size_t n) {
+    OPERATION();
     size_t blocks = (n + NORM_BLOCK - 1) / NORM_BLOCK;
     double *partial = scratch_alloc(sizeof(double) * blocks);
 #pragma omp parallel for

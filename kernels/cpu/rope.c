@@ -1,8 +1,10 @@
 // Rotary positions.
 #include "kernels/kernels.h"
+#include "kernels/operation.h"
 
 void rope_rotate(real *x, int row_stride, int heads, int head_stride, int first, int rope_dim, const accum *angles,
                  int N, int T, bool inverse) {
+    OPERATION();
 #pragma omp parallel for
     for (int i = 0; i < N; i++) {
         const accum *angle = angles + (size_t)(i % T) * rope_dim;

@@ -1,13 +1,18 @@
 // The router: scores, group-limited selection, balance loss, gradient, and the selection bias.
+#include <limits.h>
 #include <math.h>
 
 #include "kernels/cpu/rowmath.h"
 #include "kernels/cpu/scratch.h"
 #include "kernels/kernels.h"
+#include "kernels/operation.h"
 
 static const accum GATE_EPS = (accum)1e-20; // in the gates' denominator, as released code has it
 
+int router_most_experts(void) { return INT_MAX; }
+
 void router_score(accum *scores, const real *x, const real *w, int N, int E, int H) {
+    OPERATION();
     matmul_nt(scores, x, w, N, E, H, NULL);
 #pragma omp parallel for
     for (int t = 0; t < N; t++)
@@ -69,6 +74,7 @@ static void select_nothing(int32_t *ids, accum *gates, int K) {
 
 void router_select(int32_t *ids, accum *gates, const accum *scores, const accum *bias, const int32_t *tokens, int N,
                    struct router_shape shape) {
+    OPERATION();
     int E = shape.experts, K = shape.top_k;
 #pragma omp parallel
     {
@@ -95,6 +101,7 @@ void router_select(int32_t *ids, accum *gates, const accum *scores, const accum 
 
 void router_gates(int32_t *ids, accum *gates, const accum *scores, const int32_t *tokens, int N,
                   struct router_shape shape) {
+    OPERATION();
     int E = shape.experts, K = shape.top_k;
 #pragma omp parallel for
     for (int t = 0; t < N; t++) {
@@ -107,6 +114,7 @@ void router_gates(int32_t *ids, accum *gates, const accum *scores, const int32_t
 }
 
 void router_count(int64_t *counts, const int32_t *ids, size_t n, int E) {
+    OPERATION();
     (void)E;
     for (size_t i = 0; i < n; i++)
         if (ids[i] >= 0) counts[ids[i]]++;
@@ -114,6 +122,7 @@ void router_count(int64_t *counts, const int32_t *ids, size_t n, int E) {
 
 void router_balance(accum *f, accum *loss, const accum *scores, const int32_t *tokens, int B, int T,
                     struct router_shape shape) {
+    OPERATION();
     int E = shape.experts, K = shape.top_k;
 #pragma omp parallel
     {
@@ -179,6 +188,7 @@ static accum scale_per_token(double balance_scale, const int32_t *ids, int T, in
 void router_backward(real *dx, accum *dw, accum *dz, const accum *d_gates, const accum *scores, const int32_t *ids,
                      const accum *f, double balance_scale, const real *x, const real *w, int B, int T, int H,
                      struct router_shape shape) {
+    OPERATION();
     int N = B * T, E = shape.experts, K = shape.top_k;
     accum *scales = scratch_alloc(sizeof(accum) * (size_t)B);
     for (int b = 0; b < B; b++) scales[b] = scale_per_token(balance_scale, ids + (size_t)b * T * K, T, K);
@@ -192,6 +202,7 @@ void router_backward(real *dx, accum *dw, accum *dz, const accum *d_gates, const
 }
 
 void router_update_bias(accum *bias, const int64_t *counts, int E, double rate) {
+    OPERATION();
     int64_t total = 0;
     for (int e = 0; e < E; e++) total += counts[e];
     for (int e = 0; e < E; e++) {

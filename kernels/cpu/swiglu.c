@@ -4,8 +4,10 @@
 #include <string.h>
 
 #include "kernels/kernels.h"
+#include "kernels/operation.h"
 
 void swiglu_forward(real *hidden, const real *gate_up, const accum *gates, const int *slot_of_row, int rows, int I) {
+    OPERATION();
 #pragma omp parallel for
     for (int r = 0; r < rows; r++) {
         const real *g = gate_up + (size_t)r * 2 * I, *u = g + I;
@@ -19,6 +21,7 @@ void swiglu_forward(real *hidden, const real *gate_up, const accum *gates, const
 
 void swiglu_backward(real *d_gate_up, real *hidden, accum *d_gates, const real *d_hidden, const real *gate_up,
                      const accum *gates, const int *slot_of_row, int rows, int I) {
+    OPERATION();
 #pragma omp parallel for
     for (int r = 0; r < rows; r++) {
         const real *g = gate_up + (size_t)r * 2 * I, *u = g + I, *d = d_hidden + (size_t)r * I;

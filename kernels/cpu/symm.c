@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "kernels/cpu/comm_mpi.h"
+#include "kernels/comm_mpi.h"
 #include "kernels/fail.h"
 #include "kernels/kernels.h"
 

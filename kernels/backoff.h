@@ -1,6 +1,6 @@
 // How to wait for another thread on a machine that may have fewer cores than threads: look, let others run, sleep.
-#ifndef MOK_KERNELS_CPU_BACKOFF_H
-#define MOK_KERNELS_CPU_BACKOFF_H
+#ifndef MOK_KERNELS_BACKOFF_H
+#define MOK_KERNELS_BACKOFF_H
 
 #include <sched.h>
 #include <time.h>

@@ -1,4 +1,4 @@
-// Ranks with MPI: the job, groups, and collectives. Device memory is host memory here.
+// Ranks with MPI: the job, groups, and what they do together in host memory.
 //
 // Everything is made of messages between pairs, so that a wait that takes too long can say for which ranks it
 // waited, sums are made in the order of the ranks, and no count is limited to 32 bits. Messages of one pair arrive in the
@@ -11,11 +11,10 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "kernels/cpu/backoff.h"
-#include "kernels/cpu/comm_mpi.h"
+#include "kernels/backoff.h"
+#include "kernels/comm_mpi.h"
 #include "kernels/fail.h"
-
-enum { TAG_COLLECTIVE = 1, TAG_MESSAGE = 2 };
+#include "kernels/operation.h"
 
 size_t comm_message_bytes = (size_t)1 << 30; // MPI counts in int
 size_t comm_sum_bytes = (size_t)16 << 20;
@@ -25,7 +24,7 @@ static struct comm world = {.mpi = MPI_COMM_NULL, .size = 1};
 static struct comm *host;
 static pid_t started; // the process that called comm_start; 0 before and after
 
-static void *take_memory(size_t count, size_t size) {
+void *comm_take_memory(size_t count, size_t size) {
     void *memory = calloc(count ? count : 1, size);
     if (!memory)
         fail_internal("memory", "found no room for %zu values of %zu bytes to talk to other ranks", count, size);
@@ -42,14 +41,7 @@ void comm_check_code(int code, const char *place, const char *call) {
 
 // ---- waiting ----
 
-// Messages under way: what is sent to and received from which rank of a group.
-struct messages {
-    MPI_Request *requests; // [count]
-    int *peers;            // [count]
-    int count, capacity;
-};
-
-static MPI_Request *add_message(struct messages *m, int peer) {
+static MPI_Request *add_message(struct comm_messages *m, int peer) {
     if (m->count == m->capacity) {
         m->capacity = 2 * m->capacity + 16;
         m->requests = realloc(m->requests, (size_t)m->capacity * sizeof *m->requests);
@@ -60,7 +52,7 @@ static MPI_Request *add_message(struct messages *m, int peer) {
     return &m->requests[m->count++];
 }
 
-static void post_send(struct messages *m, const struct comm *c, const void *data, size_t bytes, int to, int tag) {
+void comm_post_send(struct comm_messages *m, const struct comm *c, const void *data, size_t bytes, int to, int tag) {
     for (size_t done = 0, part; done < bytes; done += part) {
         part = bytes - done < comm_message_bytes ? bytes - done : comm_message_bytes;
         MPI_Request *request = add_message(m, to);
@@ -68,7 +60,7 @@ static void post_send(struct messages *m, const struct comm *c, const void *data
     }
 }
 
-static void post_receive(struct messages *m, const struct comm *c, void *data, size_t bytes, int from, int tag) {
+void comm_post_receive(struct comm_messages *m, const struct comm *c, void *data, size_t bytes, int from, int tag) {
     for (size_t done = 0, part; done < bytes; done += part) {
         part = bytes - done < comm_message_bytes ? bytes - done : comm_message_bytes;
         MPI_Request *request = add_message(m, from);
@@ -110,9 +102,9 @@ static bool is_done(MPI_Request *request, const char *call) {
     return done;
 }
 
-static _Noreturn void stop_waiting_for_messages(const struct comm *c, struct messages *m, const char *call) {
+static _Noreturn void stop_waiting_for_messages(const struct comm *c, struct comm_messages *m, const char *call) {
     char whom[1024];
-    bool *missing = take_memory((size_t)c->size, sizeof *missing);
+    bool *missing = comm_take_memory((size_t)c->size, sizeof *missing);
     for (int i = 0; i < m->count; i++)
         if (!is_done(&m->requests[i], call)) missing[m->peers[i]] = true;
     name_ranks(whom, sizeof whom, c, missing);
@@ -123,8 +115,7 @@ static _Noreturn void stop_waiting_for_messages(const struct comm *c, struct mes
         timeout, whom, c->size);
 }
 
-// Waits for all of them and forgets them. call: for the line of a wait that is too long.
-static void finish_messages(const struct comm *c, struct messages *m, const char *call) {
+void comm_finish_messages(const struct comm *c, struct comm_messages *m, const char *call) {
     struct waited waited = {0};
     for (int i = 0; i < m->count; i++) {
         while (!is_done(&m->requests[i], call)) {
@@ -135,7 +126,7 @@ static void finish_messages(const struct comm *c, struct messages *m, const char
     }
     free(m->requests);
     free(m->peers);
-    *m = (struct messages){0};
+    *m = (struct comm_messages){0};
 }
 
 // ---- the job ----
@@ -181,8 +172,8 @@ static void set_up_group(struct comm *c, MPI_Comm mpi) {
     comm_check(MPI_Comm_rank(mpi, &c->rank));
     comm_check(MPI_Comm_size(mpi, &c->size));
     c->mpi = mpi;
-    c->ranks = take_memory((size_t)c->size, sizeof *c->ranks);
-    int *numbers = take_memory((size_t)c->size, sizeof *numbers);
+    c->ranks = comm_take_memory((size_t)c->size, sizeof *c->ranks);
+    int *numbers = comm_take_memory((size_t)c->size, sizeof *numbers);
     for (int r = 0; r < c->size; r++) numbers[r] = r;
     comm_check(MPI_Comm_group(MPI_COMM_WORLD, &all));
     comm_check(MPI_Comm_group(mpi, &mine));
@@ -216,6 +207,7 @@ void comm_start(int *argc, char ***argv) {
 void comm_stop(void) {
     if (!started) return;
     comm_barrier(&world);
+    comm_device_free(&world);
     comm_free(host);
     host = NULL;
     fail_set_rank(0, NULL);
@@ -240,7 +232,7 @@ int comm_rank(const struct comm *c) { return c ? c->rank : 0; }
 int comm_size(const struct comm *c) { return c ? c->size : 1; }
 
 static struct comm *open_group(MPI_Comm mpi) {
-    struct comm *c = take_memory(1, sizeof *c);
+    struct comm *c = comm_take_memory(1, sizeof *c);
     *c = (struct comm){.mpi = MPI_COMM_NULL, .size = 1};
     int size = 1;
     if (mpi != MPI_COMM_NULL) comm_check(MPI_Comm_size(mpi, &size));
@@ -274,6 +266,7 @@ void comm_free(struct comm *c) {
     if (!c || c == &world) return;
     if (c->size > 1) {
         comm_barrier(c);
+        comm_device_free(c);
         comm_check(MPI_Comm_free(&c->mpi));
     }
     free(c->ranks);
@@ -284,49 +277,51 @@ void comm_free(struct comm *c) {
 
 // One byte from everyone to everyone: who has not come is known.
 void comm_barrier(struct comm *c) {
+    OPERATION();
     static const char here = 1;
-    struct messages m = {0};
+    struct comm_messages m = {0};
     int n = comm_size(c);
     if (n == 1) return;
-    char *heard = take_memory((size_t)n, 1);
+    char *heard = comm_take_memory((size_t)n, 1);
     for (int r = 0; r < n; r++)
-        if (r != c->rank) post_receive(&m, c, &heard[r], 1, r, TAG_COLLECTIVE);
+        if (r != c->rank) comm_post_receive(&m, c, &heard[r], 1, r, TAG_COLLECTIVE);
     for (int r = 0; r < n; r++)
-        if (r != c->rank) post_send(&m, c, &here, 1, r, TAG_COLLECTIVE);
-    finish_messages(c, &m, __func__);
+        if (r != c->rank) comm_post_send(&m, c, &here, 1, r, TAG_COLLECTIVE);
+    comm_finish_messages(c, &m, __func__);
     free(heard);
 }
 
 void comm_broadcast(struct comm *c, void *host_memory, size_t bytes, int root) {
-    struct messages m = {0};
+    OPERATION();
+    struct comm_messages m = {0};
     if (comm_size(c) == 1) return;
     if (c->rank != root) {
-        post_receive(&m, c, host_memory, bytes, root, TAG_COLLECTIVE);
+        comm_post_receive(&m, c, host_memory, bytes, root, TAG_COLLECTIVE);
     } else {
         for (int r = 0; r < c->size; r++)
-            if (r != root) post_send(&m, c, host_memory, bytes, r, TAG_COLLECTIVE);
+            if (r != root) comm_post_send(&m, c, host_memory, bytes, r, TAG_COLLECTIVE);
     }
-    finish_messages(c, &m, __func__);
+    comm_finish_messages(c, &m, __func__);
 }
 
 static void gather_all(struct comm *c, void *all, const void *mine, size_t bytes, const char *call) {
-    struct messages m = {0};
+    struct comm_messages m = {0};
     char *places = all;
     int n = comm_size(c), me = comm_rank(c);
     for (int r = 0; r < n; r++)
-        if (r != me) post_receive(&m, c, places + (size_t)r * bytes, bytes, r, TAG_COLLECTIVE);
+        if (r != me) comm_post_receive(&m, c, places + (size_t)r * bytes, bytes, r, TAG_COLLECTIVE);
     for (int r = 0; r < n; r++)
-        if (r != me) post_send(&m, c, mine, bytes, r, TAG_COLLECTIVE);
+        if (r != me) comm_post_send(&m, c, mine, bytes, r, TAG_COLLECTIVE);
     if (bytes) memmove(places + (size_t)me * bytes, mine, bytes);
-    finish_messages(c, &m, call);
+    comm_finish_messages(c, &m, call);
 }
 
 void comm_gather_all(struct comm *c, void *all, const void *mine, size_t bytes) {
+    OPERATION();
     gather_all(c, all, mine, bytes, __func__);
 }
 
-// How many values of this size from every rank fit the buffer for sums.
-static size_t values_at_once(const struct comm *c, size_t size) {
+size_t comm_values_at_once(const struct comm *c, size_t size) {
     size_t count = comm_sum_bytes / size / (size_t)c->size;
     return count ? count : 1;
 }
@@ -338,9 +333,9 @@ static void add_double(void *sum, const void *value) { *(double *)sum += *(const
 static void sum_values(struct comm *c, void *values, size_t n, size_t size, void (*add)(void *sum, const void *value),
                        const char *call) {
     if (comm_size(c) == 1) return;
-    size_t chunk = values_at_once(c, size);
+    size_t chunk = comm_values_at_once(c, size);
     if (chunk > n) chunk = n;
-    char *all = take_memory((size_t)c->size * chunk, size);
+    char *all = comm_take_memory((size_t)c->size * chunk, size);
     for (size_t done = 0, part; done < n; done += part) {
         char *sums = (char *)values + done * size;
         part = n - done < chunk ? n - done : chunk;
@@ -353,118 +348,23 @@ static void sum_values(struct comm *c, void *values, size_t n, size_t size, void
 }
 
 void comm_sum_int64(struct comm *c, int64_t *values, size_t n) {
+    OPERATION();
     sum_values(c, values, n, sizeof *values, add_int64, __func__);
 }
 
 void comm_sum_double(struct comm *c, double *values, size_t n) {
+    OPERATION();
     sum_values(c, values, n, sizeof *values, add_double, __func__);
 }
 
 void comm_send(struct comm *c, const void *host_memory, size_t bytes, int to) {
-    struct messages m = {0};
-    post_send(&m, c, host_memory, bytes, to, TAG_MESSAGE);
-    finish_messages(c, &m, __func__);
+    struct comm_messages m = {0};
+    comm_post_send(&m, c, host_memory, bytes, to, TAG_MESSAGE);
+    comm_finish_messages(c, &m, __func__);
 }
 
 void comm_receive(struct comm *c, void *host_memory, size_t bytes, int from) {
-    struct messages m = {0};
-    post_receive(&m, c, host_memory, bytes, from, TAG_MESSAGE);
-    finish_messages(c, &m, __func__);
-}
-
-// ---- device memory ----
-
-static size_t at_most(size_t n, size_t limit) { return n < limit ? n : limit; }
-
-// sum [n] = what every rank has, in the order of the ranks: mine is this rank's, the others' lie in theirs [size, chunk].
-static void sum_ranks(accum *sum, const struct comm *c, const accum *mine, const accum *theirs, size_t chunk,
-                      size_t n) {
-    for (int r = 0; r < c->size; r++) {
-        const accum *part = r == c->rank ? mine : theirs + (size_t)r * chunk;
-        if (r == 0)
-            memcpy(sum, part, n * sizeof *sum);
-        else
-            for (size_t i = 0; i < n; i++) sum[i] += part[i];
-    }
-}
-
-// Round by round, the next chunk of every piece goes to the rank that it belongs to.
-void comm_reduce_scatter(struct comm *c, accum *values, const size_t *offsets) {
-    if (comm_size(c) == 1) return;
-    struct messages m = {0};
-    size_t chunk = values_at_once(c, sizeof *values), longest = 0;
-    for (int r = 0; r < c->size; r++)
-        if (offsets[r + 1] - offsets[r] > longest) longest = offsets[r + 1] - offsets[r];
-    chunk = at_most(longest, chunk);
-    accum *theirs = take_memory((size_t)c->size * chunk, sizeof *theirs), *sum = take_memory(chunk, sizeof *sum);
-    accum *mine = values + offsets[c->rank];
-    size_t length = offsets[c->rank + 1] - offsets[c->rank];
-    for (size_t done = 0; done < longest; done += chunk) {
-        size_t n = done < length ? at_most(length - done, chunk) : 0;
-        for (int r = 0; r < c->size; r++)
-            if (r != c->rank) post_receive(&m, c, theirs + (size_t)r * chunk, n * sizeof *sum, r, TAG_COLLECTIVE);
-        for (int r = 0; r < c->size; r++) {
-            size_t all = offsets[r + 1] - offsets[r], part = done < all ? at_most(all - done, chunk) : 0;
-            if (r != c->rank) post_send(&m, c, values + offsets[r] + done, part * sizeof *sum, r, TAG_COLLECTIVE);
-        }
-        finish_messages(c, &m, __func__);
-        if (n == 0) continue;
-        sum_ranks(sum, c, mine + done, theirs, chunk, n);
-        memcpy(mine + done, sum, n * sizeof *sum);
-    }
-    free(theirs);
-    free(sum);
-}
-
-void comm_all_gather(struct comm *c, real *values, const size_t *offsets) {
-    if (comm_size(c) == 1) return;
-    struct messages m = {0};
-    for (int r = 0; r < c->size; r++) {
-        size_t bytes = (offsets[r + 1] - offsets[r]) * sizeof *values;
-        if (r != c->rank) post_receive(&m, c, values + offsets[r], bytes, r, TAG_COLLECTIVE);
-    }
-    size_t bytes = (offsets[c->rank + 1] - offsets[c->rank]) * sizeof *values;
-    for (int r = 0; r < c->size; r++)
-        if (r != c->rank) post_send(&m, c, values + offsets[c->rank], bytes, r, TAG_COLLECTIVE);
-    finish_messages(c, &m, __func__);
-}
-
-struct comm_exchange {
-    struct comm *comm;
-    struct messages messages;
-};
-
-// MPI may move nothing before finish is called: whether it does is its own choice.
-struct comm_exchange *comm_exchange_begin(struct comm *c, void *to, const size_t *to_offsets, const void *from,
-                                          const size_t *from_offsets, size_t row_bytes) {
-    struct comm_exchange *e = take_memory(1, sizeof *e);
-    struct messages *m = &e->messages;
-    char *there = to;
-    const char *here = from;
-    int n = comm_size(c), me = comm_rank(c);
-    e->comm = c;
-    for (int r = 0; r < n; r++) {
-        size_t bytes = (to_offsets[r + 1] - to_offsets[r]) * row_bytes;
-        if (r != me) post_receive(m, c, there + to_offsets[r] * row_bytes, bytes, r, TAG_COLLECTIVE);
-    }
-    for (int i = 1; i < n; i++) { // from the next rank on, so that not all of them send to rank 0 first
-        int r = (me + i) % n;
-        size_t bytes = (from_offsets[r + 1] - from_offsets[r]) * row_bytes;
-        post_send(m, c, here + from_offsets[r] * row_bytes, bytes, r, TAG_COLLECTIVE);
-    }
-    size_t own = (from_offsets[me + 1] - from_offsets[me]) * row_bytes;
-    if (own) memcpy(there + to_offsets[me] * row_bytes, here + from_offsets[me] * row_bytes, own);
-    return e;
-}
-
-static void finish_exchange(struct comm_exchange *e, const char *call) {
-    finish_messages(e->comm, &e->messages, call);
-    free(e);
-}
-
-void comm_exchange_finish(struct comm_exchange *e) { finish_exchange(e, __func__); }
-
-void comm_exchange_rows(struct comm *c, void *to, const size_t *to_offsets, const void *from,
-                        const size_t *from_offsets, size_t row_bytes) {
-    finish_exchange(comm_exchange_begin(c, to, to_offsets, from, from_offsets, row_bytes), __func__);
+    struct comm_messages m = {0};
+    comm_post_receive(&m, c, host_memory, bytes, from, TAG_MESSAGE);
+    comm_finish_messages(c, &m, __func__);
 }
