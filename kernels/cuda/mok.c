@@ -1,0 +1,68 @@
+// What this backend does not have: the megakernel, and the expert products that would share its tiles. The options
+// refuse both, so only sizes are asked for; a call of anything else is refused here.
+#include "kernels/mok.h"
+
+#include "kernels/cuda/cuda.h"
+
+static _Noreturn void refuse(void) {
+    fail_user("--moe", "found mok, which this build for GPUs does not have; use --moe alltoall");
+}
+
+bool mok_available(void) { return false; }
+
+bool grouped_matmul_available(enum grouped_core core) { return core == GROUPED_CUBLASLT; }
+
+// One worker for each multiprocessor.
+int mok_default_workers(void) { return cuda_multiprocessors(); }
+
+// A word for each rank and one for this rank's tokens, each in a cache line of its own.
+size_t mok_header_bytes(int ranks) { return 64 * ((size_t)ranks + 1); }
+
+size_t mok_plan_bytes(const struct mok_shape *s) {
+    size_t experts = (size_t)mok_most_experts(s), blocks = mok_capacity_blocks(s);
+    size_t numbers = 2 * experts + 1 + 2 * blocks + experts * (size_t)s->ranks;
+    return blocks * MOK_BLOCK_ROWS * sizeof(struct mok_row) + numbers * sizeof(int);
+}
+
+void mok_set_tokens(struct mok_group *g, int tokens) {
+    (void)g, (void)tokens;
+    refuse();
+}
+
+void mok_barrier(struct mok_group *g, const char *what) {
+    (void)g, (void)what;
+    refuse();
+}
+
+void mok_plan_alloc(struct mok_plan *p, const struct mok_shape *s) {
+    (void)p, (void)s;
+    refuse();
+}
+
+void mok_plan_free(struct mok_plan *p) {
+    (void)p;
+    refuse();
+}
+
+void mok_plan_make(struct mok_plan *p, const struct mok_shape *s, const struct mok_group *g, const int32_t *ids,
+                   const accum *gates) {
+    (void)p, (void)s, (void)g, (void)ids, (void)gates;
+    refuse();
+}
+
+void mok_crew_open(struct mok_crew *c) {
+    (void)c;
+    refuse();
+}
+
+void mok_crew_close(struct mok_crew *c) {
+    (void)c;
+    refuse();
+}
+
+void mok_run(const struct mok_shape *s, const struct mok_plan *p, const struct mok_group *g,
+             const struct mok_layer *layer, const struct mok_workspace *w, const struct mok_crew *crew,
+             enum mok_pass pass) {
+    (void)s, (void)p, (void)g, (void)layer, (void)w, (void)crew, (void)pass;
+    refuse();
+}

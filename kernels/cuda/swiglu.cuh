@@ -1,0 +1,58 @@
+// SwiGLU of single numbers, and the order in which a gate's gradient is summed. Every kernel that computes it goes
+// through these functions, and no operation in them may be fused with another: all get the same bits.
+#ifndef MOK_KERNELS_CUDA_SWIGLU_CUH
+#define MOK_KERNELS_CUDA_SWIGLU_CUH
+
+#include "kernels/cuda/cuda.h"
+
+// The fast exponential and reciprocal are right to 2^-20 for |g| < 10 and to 2^-17 for all others that leave a number
+// above zero: far below the rounding to BF16, 2^-9, of what is made of it.
+static __device__ __forceinline__ float swiglu_sigmoid(float g) {
+    return __fdividef(1.0f, __fadd_rn(1.0f, __expf(-g)));
+}
+
+// hidden = weight * silu(g) * u
+static __device__ __forceinline__ float swiglu_hidden(float g, float u, float weight) {
+    float silu = __fmul_rn(g, swiglu_sigmoid(g));
+    return __fmul_rn(weight, __fmul_rn(silu, u));
+}
+
+struct swiglu_gradient {
+    float dg, du, hidden;
+    float d_weight; // this column's part of the weight's gradient
+};
+
+static __device__ __forceinline__ struct swiglu_gradient swiglu_gradient_of(float d_hidden, float g, float u,
+                                                                            float weight) {
+    float sigma = swiglu_sigmoid(g), silu = __fmul_rn(g, sigma);
+    float d_activation = __fmul_rn(weight, d_hidden), activation = __fmul_rn(silu, u);
+    // silu' = sigma (1 + g (1 - sigma))
+    float slope = __fmul_rn(sigma, __fadd_rn(1.0f, __fmul_rn(g, __fsub_rn(1.0f, sigma))));
+    struct swiglu_gradient result;
+    result.du = __fmul_rn(d_activation, silu);
+    result.dg = __fmul_rn(__fmul_rn(d_activation, u), slope);
+    result.hidden = __fmul_rn(weight, activation);
+    result.d_weight = __fmul_rn(d_hidden, activation);
+    return result;
+}
+
+// The order of a gate gradient's sum over one chunk of GATE_GRADIENT_COLUMNS (128) columns, that of a tensor core's
+// accumulator, where lane q of four has columns 8 j + 2 q and 8 j + 2 q + 1:
+//   1. pair (j, q) = the sum of these two columns, the even one first
+//   2. for every q, the 16 pairs by halves: j + (j + 8), then + 4, + 2, + 1
+//   3. (q0 + q1) + (q2 + q3)
+// Columns beyond the row count as zeros. The chunks' sums are then added to 0 in ascending order.
+
+// Step 2, by 16 neighbouring lanes of which each has one j. In every lane of the 16.
+static __device__ __forceinline__ float swiglu_sum_pairs_of_lanes(float pair) {
+#pragma unroll
+    for (int half = 8; half > 0; half /= 2) pair = __fadd_rn(pair, __shfl_xor_sync(ALL_LANES, pair, half));
+    return pair;
+}
+
+// Step 3. quads [4]
+static __device__ __forceinline__ float swiglu_sum_quads(const float *quads) {
+    return __fadd_rn(__fadd_rn(quads[0], quads[1]), __fadd_rn(quads[2], quads[3]));
+}
+
+#endif
