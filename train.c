@@ -1,6 +1,7 @@
 // The program: flags -> build -> loop -> log -> save.
 #include <cjson/cJSON.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "data/data.h"
@@ -66,17 +67,34 @@ static void evaluate(struct trainer *t, struct run_log *log, const struct choice
         log_choices(log, t, counts);
 }
 
+// Of the rank that took the most, beside what the fullest was planned to need.
+static void print_memory(const struct trainer *t) {
+    struct comm *world = t->parallel->world;
+    struct plan plan;
+    size_t used = device_memory_used(), *all = calloc((size_t)comm_size(world), sizeof *all);
+    if (!all) fail_internal("memory", "found no room for %d numbers", comm_size(world));
+    comm_gather_all(world, all, &used, sizeof used);
+    for (int r = 0; r < comm_size(world); r++)
+        if (all[r] > used) used = all[r];
+    free(all);
+    plan_make(&plan, &t->options, t->parallel);
+    plan_print_used(stdout, plan.total_bytes, used);
+}
+
 static void train_loop(struct trainer *t, struct run_log *log, struct run_trace *trace, const struct choices *choices) {
     const struct options *o = &t->options;
     if (o->sample_tokens && t->step == 0) generate_print_sample(&t->model, o, t->tokenizer, "before training");
-    int stop; // the signal that ends the run, agreed by all ranks
+    const int64_t settled = t->step + 2; // all memory has been taken by then
+    int stop;                            // the signal that ends the run, agreed by all ranks
     while (!(stop = stop_agree(t->parallel->world)) && t->step < o->steps) {
         double start = clock_seconds();
         trace_begin_step(trace, t->step + 1);
         struct step_report report = trainer_step(t);
         if (!report.finite) stop_not_finite(t, &report);
-        log_step(log, t, &report, clock_seconds() - start);
+        double seconds = clock_seconds() - start;
         trace_end_step(trace);
+        log_step(log, t, &report, seconds);
+        if (t->step == settled) print_memory(t);
         if (o->log_moe_every && t->step % o->log_moe_every == 0) log_moe(log, t);
         if (is_due(o->eval_every, t->step, o)) evaluate(t, log, choices);
         if (is_due(o->save_every, t->step, o)) save(t, log);
@@ -105,7 +123,8 @@ static void train(const struct options *o, const struct input *in, const struct 
         printf("found step %lld done, and --steps %lld: nothing to do\n", (long long)t.step, (long long)o->steps);
     } else {
         // First, since it looks whether the trace can be written: run_folder_begin may remove a run.
-        trace_open_run(&trace, parallel->world, o->trace, moe_mok_workers(&o->moe), t.step, o->steps);
+        int workers = o->moe.kind == MOE_MOK ? moe_mok_workers(&o->moe) : 0;
+        trace_open_run(&trace, parallel->world, o->trace, workers, t.step, o->steps);
         if (leader_is_here(parallel->world)) run_folder_begin(o);
         log_open(&log, &t, o->out);
         t.model.trace = &trace.trace;
@@ -127,12 +146,25 @@ static void wait_for_leader(const struct options *o, const char *folder) {
     comm_set_timeout(o->timeout + checkpoint_seconds(checkpoint_bytes_on_disk(folder)));
 }
 
+// A GPU for this rank.
+static void open_device(struct comm *world) {
+    struct comm *here = comm_split_host(world);
+    device_open(comm_rank(here), comm_size(here));
+    comm_free(here);
+}
+
 // Ranks that share this machine's memory.
 static int count_ranks_here(struct comm *world) {
     struct comm *here = comm_split_host(world);
     int ranks = comm_size(here);
     comm_free(here);
     return ranks;
+}
+
+static void print_device(const struct options *o) {
+    printf("%s, on %s", o->preset, device_name());
+    if (strcmp(device_tuning(), "default") != 0) printf(", matrix products %s", device_tuning());
+    putchar('\n');
 }
 
 static void run(struct options *o, int argc, char **argv) {
@@ -154,7 +186,7 @@ static void run(struct options *o, int argc, char **argv) {
     plan_check_memory(o, &parallel, ranks_here);
     leader_end(world);
     if (leader_is_here(world) && !o->resume) run_folder_open(o, origin.checkpoint, sizeof origin.checkpoint);
-    printf("%s, on %s\n", o->preset, device_name());
+    print_device(o);
     log_print_layout(stdout, o, &parallel);
     log_print_options(stdout, o);
     plan_print(stdout, o, &parallel, ranks_here);
@@ -265,6 +297,7 @@ int main(int argc, char **argv) {
     file_hold_closed_streams();
     comm_start(&argc, &argv);
     read_command_line(&o, argc, argv);
+    if (!o.help && !o.device && !o.plan) open_device(comm_world());
     if (o.help)
         options_print_help(stdout);
     else if (o.device)

@@ -7,11 +7,10 @@
 #include "kernels/kernels.h"
 #include "model/rope.h"
 
-enum {
-    ALIGNMENT = 256,         // bytes, of every buffer
-    LOGIT_CHUNK = 1 << 24,   // elements of logits held at once,
-    LOGIT_CHUNK_ROWS = 1024, // but never fewer rows than this: every chunk reads and writes the head's whole gradient
-};
+enum { ALIGNMENT = 256 }; // bytes, of every buffer
+// Elements of logits held at once, 1 GiB of a GPU's memory, but never fewer rows than LOGIT_CHUNK_ROWS: every chunk reads
+// and writes the head's whole gradient.
+enum { LOGIT_CHUNK = sizeof(real) == 2 ? 1 << 29 : 1 << 24, LOGIT_CHUNK_ROWS = 1024 };
 
 // Hands out pieces of the arena and of the symmetric memory; with base NULL it only counts.
 struct layout {
@@ -72,8 +71,9 @@ static void lay_out_attention(struct layout *l, struct block_activations *b, con
     TAKE(b, lse, N * n);
 }
 
+// gate_up: columns of it.
 static void lay_out_ffn(struct layout *l, struct block_activations *b, const struct config *c, size_t N, size_t batch,
-                        bool moe) {
+                        bool moe, size_t gate_up) {
     size_t H = (size_t)c->hidden, E = (size_t)c->experts, routes = N * (size_t)c->top_k;
     TAKE(b, middle, N * H);
     if (moe)
@@ -81,7 +81,7 @@ static void lay_out_ffn(struct layout *l, struct block_activations *b, const str
     else
         TAKE(b, ffn_norm, N * H);
     TAKE(b, ffn_rstd, N);
-    TAKE(b, gate_up, N * 2 * (size_t)(moe ? config_shared_intermediate(c) : c->intermediate));
+    TAKE(b, gate_up, N * gate_up);
     if (!moe) return;
     TAKE(b, scores, N * E);
     TAKE_SYMMETRIC(b, ids, routes);
@@ -98,6 +98,11 @@ static void lay_out_mtp(struct layout *l, struct block_activations *b, const str
     TAKE(b, output, N * H);
 }
 
+int activations_logit_rows(int vocab, size_t tokens) {
+    size_t rows = vocab ? max_size(LOGIT_CHUNK / (size_t)vocab, LOGIT_CHUNK_ROWS) : tokens;
+    return (int)(rows < tokens ? rows : tokens);
+}
+
 static void lay_out_heads(struct layout *l, struct activations *a, const struct config *c, size_t N, bool training) {
     size_t V = (size_t)c->vocab;
     for (int k = 0; k <= c->mtp_depth + 1; k++) {
@@ -107,8 +112,7 @@ static void lay_out_heads(struct layout *l, struct activations *a, const struct 
         TAKE(&a->heads[k], rstd, N);
         TAKE(&a->heads[k], d_normed, training ? N * (size_t)c->hidden : 0);
     }
-    size_t rows = V ? max_size(LOGIT_CHUNK / V, LOGIT_CHUNK_ROWS) : N;
-    a->logit_rows = (int)(rows < N ? rows : N);
+    a->logit_rows = activations_logit_rows(c->vocab, N);
     TAKE(a, logits, (size_t)a->logit_rows * V);
     TAKE(a, losses, ((size_t)c->mtp_depth + 1) * N);
 }
@@ -133,26 +137,44 @@ static void lay_out_backward(struct layout *l, struct activations *a, const stru
     TAKE(a, d_concat, c->mtp_depth ? N * 2 * H : 0);
 }
 
-static void lay_out(struct layout *l, struct activations *a, const struct config *c, int batch, int seq,
-                    bool training) {
-    size_t N = (size_t)batch * (size_t)seq, H = (size_t)c->hidden;
+static size_t widest_ffn(const struct config *c) {
     bool any_dense = c->dense_layers > 0, any_moe = config_blocks(c) > c->dense_layers;
+    return max_size(any_dense ? (size_t)c->intermediate : 0, any_moe ? (size_t)config_shared_intermediate(c) : 0);
+}
+
+static void lay_out_blocks(struct layout *l, struct activations *a, const struct config *c, size_t N, size_t batch,
+                           bool shared) {
+    size_t H = (size_t)c->hidden, dense = 2 * (size_t)c->intermediate, moe = 2 * (size_t)config_shared_intermediate(c);
+    struct block_activations all = {0};
+    if (shared) {
+        lay_out_attention(l, &all, c, N);
+        lay_out_ffn(l, &all, c, N, batch, config_blocks(c) > c->dense_layers, 2 * widest_ffn(c));
+    }
     for (int block = 0; block < config_blocks(c); block++) {
         struct block_activations *b = &a->blocks[block];
+        bool is_moe = config_is_moe(c, block);
+        *b = all;
         TAKE(b, input, N * H);
-        lay_out_attention(l, b, c, N);
-        lay_out_ffn(l, b, c, N, (size_t)batch, config_is_moe(c, block));
+        if (!shared) {
+            lay_out_attention(l, b, c, N);
+            lay_out_ffn(l, b, c, N, batch, is_moe, is_moe ? moe : dense);
+        }
         if (block >= c->layers) lay_out_mtp(l, b, c, N);
     }
+}
+
+static void lay_out(struct layout *l, struct activations *a, const struct config *c, struct activation_use use) {
+    size_t batch = (size_t)use.batch, N = batch * (size_t)use.seq, H = (size_t)c->hidden, ffn = widest_ffn(c);
+    bool any_moe = config_blocks(c) > c->dense_layers;
+    lay_out_blocks(l, a, c, N, batch, !use.training || use.recompute == RECOMPUTE_BLOCK);
     TAKE(a, output, N * H);
-    lay_out_heads(l, a, c, N, training);
-    TAKE(a, angles, (size_t)seq * (size_t)c->rope_dim);
-    TAKE(a, balance, (size_t)(config_blocks(c) - c->dense_layers) * (size_t)batch);
-    size_t ffn = max_size(any_dense ? (size_t)c->intermediate : 0, any_moe ? (size_t)config_shared_intermediate(c) : 0);
+    lay_out_heads(l, a, c, N, use.training);
+    TAKE(a, angles, (size_t)use.seq * (size_t)c->rope_dim);
+    TAKE(a, balance, (size_t)(config_blocks(c) - c->dense_layers) * batch);
     TAKE(a, ffn_hidden, N * ffn);
     TAKE(a, shared_out, any_moe && c->shared_experts ? N * H : 0);
     TAKE_SYMMETRIC(a, slots, any_moe && l->symmetric ? N * (size_t)c->top_k * H : 0);
-    if (training) lay_out_backward(l, a, c, N, ffn, any_moe);
+    if (use.training) lay_out_backward(l, a, c, N, ffn, any_moe);
 }
 
 static void lists_alloc(struct activations *a, const struct config *c) {
@@ -166,29 +188,32 @@ static void lists_free(struct activations *a) {
     free(a->heads);
 }
 
-void activations_tabulate(struct activation_table *table, const struct config *c, int batch, int seq, bool training,
-                          size_t header) {
+static struct activation_table empty_table(size_t header) {
+    return (struct activation_table){.symmetric_bytes = (header + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT};
+}
+
+void activations_tabulate(struct activation_table *table, const struct config *c, struct activation_use use) {
     struct activations a = {0};
     lists_alloc(&a, c);
-    *table = (struct activation_table){.symmetric_bytes = (header + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT};
-    lay_out(&(struct layout){NULL, NULL, header > 0, table}, &a, c, batch, seq, training);
+    *table = empty_table(use.header);
+    lay_out(&(struct layout){NULL, NULL, use.header > 0, table}, &a, c, use);
     lists_free(&a);
 }
 
-void activations_alloc(struct activations *a, const struct config *c, int batch, int seq, bool training,
-                       struct comm *group, size_t header) {
+void activations_alloc(struct activations *a, const struct config *c, struct activation_use use, struct comm *group) {
     struct activation_table table;
-    activations_tabulate(&table, c, batch, seq, training, header);
-    *a = (struct activations){.arena = device_alloc(table.bytes), .bytes = table.bytes, .batch = batch, .seq = seq};
-    if (header) symm_alloc(&a->symm, group, table.symmetric_bytes);
+    activations_tabulate(&table, c, use);
+    *a = (struct activations){
+        .arena = device_alloc(table.bytes), .bytes = table.bytes, .batch = use.batch, .seq = use.seq};
+    if (use.header) symm_alloc(&a->symm, group, table.symmetric_bytes);
     lists_alloc(a, c);
-    table = (struct activation_table){.symmetric_bytes = (header + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT};
-    lay_out(&(struct layout){a->arena, a->symm.mine, header > 0, &table}, a, c, batch, seq, training);
+    table = empty_table(use.header);
+    lay_out(&(struct layout){a->arena, a->symm.mine, use.header > 0, &table}, a, c, use);
 
-    size_t count = (size_t)seq * (size_t)c->rope_dim;
+    size_t count = (size_t)use.seq * (size_t)c->rope_dim;
     accum *angles = malloc(sizeof(accum) * count);
     if (!angles) fail_internal("rotary angles", "found no memory for %zu numbers", count);
-    rope_angles(angles, c, seq);
+    rope_angles(angles, c, use.seq);
     device_copy_in(a->angles, angles, sizeof(accum) * count);
     free(angles);
 }

@@ -7,9 +7,11 @@
 #include "kernels/comm.h"
 #include "kernels/types.h"
 #include "model/config.h"
+#include "model/moe_settings.h"
 
 // What one block keeps from its forward to its backward pass. N tokens, B sequences; other letters as in config.h:
-// H hidden, n heads, dq/dv head sizes, rq/rk ranks, E experts, K top-k, m expert intermediate.
+// H hidden, n heads, dq/dv head sizes, rq/rk ranks, E experts, K top-k, m expert intermediate. With RECOMPUTE_BLOCK,
+// and without training, attention and FFN of all blocks are in the same memory: those of the block that computed last.
 struct block_activations {
     real *input; // [N, H] residual stream; for an MTP module what eh_proj gave
     // attention
@@ -91,14 +93,22 @@ struct activation_table {
     size_t symmetric_bytes; // of the symmetric memory
 };
 
-// Sizes without allocating. training false leaves out what only the backward pass needs. header: bytes at the beginning of
-// the symmetric memory for the MoE layer's own use; 0: no symmetric memory.
-void activations_tabulate(struct activation_table *table, const struct config *c, int batch, int seq, bool training,
-                          size_t header);
+// What the buffers are for.
+struct activation_use {
+    int batch, seq;
+    bool training; // false leaves out what only the backward pass needs
+    enum recompute recompute;
+    size_t header; // bytes at the beginning of the symmetric memory for the MoE layer's own use; 0: no symmetric memory
+};
+
+// Rows of one chunk of logits.
+int activations_logit_rows(int vocab, size_t tokens);
+
+// Sizes without allocating.
+void activations_tabulate(struct activation_table *table, const struct config *c, struct activation_use use);
 
 // Allocates everything and fills in the rotary angles. With a header collective over group.
-void activations_alloc(struct activations *a, const struct config *c, int batch, int seq, bool training,
-                       struct comm *group, size_t header);
+void activations_alloc(struct activations *a, const struct config *c, struct activation_use use, struct comm *group);
 void activations_free(struct activations *a);
 
 #endif

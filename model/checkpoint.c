@@ -296,7 +296,7 @@ static void together_end(struct together *t) {
 static bool write_config(const struct checkpoint *c, const char *folder, char *error, size_t error_size) {
     char path[FILE_PATH];
     int end_of_text = c->tokenizer ? tokenizer_end_of_text(c->tokenizer) : -1;
-    struct cJSON *config = hf_config_to_json(c->config, end_of_text, "float32");
+    struct cJSON *config = hf_config_to_json(c->config, end_of_text, c->bf16 ? "bfloat16" : "float32");
     struct cJSON *generation = hf_generation_config_to_json(end_of_text);
     file_path(path, folder, "config.json");
     bool written = file_write_json(path, config, error, error_size);
@@ -309,11 +309,13 @@ static bool write_config(const struct checkpoint *c, const char *folder, char *e
 
 // The arrays of the model files and of the state files.
 enum { STATE_ARRAYS = 3 };
-static struct shard_array model_array(const struct checkpoint *c) { return (struct shard_array){"", c->weights, NULL}; }
+static struct shard_array model_array(const struct checkpoint *c) {
+    return (struct shard_array){"", c->weights, NULL, c->bf16};
+}
 static void state_arrays(const struct checkpoint *c, struct shard_array arrays[STATE_ARRAYS]) {
-    arrays[0] = (struct shard_array){".master", NULL, c->master};
-    arrays[1] = (struct shard_array){".m", NULL, c->m};
-    arrays[2] = (struct shard_array){".v", NULL, c->v};
+    arrays[0] = (struct shard_array){".master", NULL, c->master, false};
+    arrays[1] = (struct shard_array){".m", NULL, c->m, false};
+    arrays[2] = (struct shard_array){".v", NULL, c->v, false};
 }
 
 static bool write_folder(const struct checkpoint *c, const struct spread *spread, const char *folder, char *error,
@@ -324,7 +326,7 @@ static bool write_folder(const struct checkpoint *c, const struct spread *spread
         return file_error(error, error_size, "%s: cannot create the folder: %s", folder, strerror(errno));
     return write_config(c, folder, error, error_size) &&
            shards_write(folder, "model", spread, &model, 1, c->bias, error, error_size) &&
-           shards_write_index(folder, c->config, c->params, error, error_size) &&
+           shards_write_index(folder, c->config, c->params, c->bf16, error, error_size) &&
            shards_write(folder, "state", spread, state, STATE_ARRAYS, NULL, error, error_size) &&
            write_trainer(c, folder, error, error_size) && file_sync(folder, error, error_size);
 }
@@ -509,8 +511,10 @@ uint64_t checkpoint_bytes(const struct config *c) {
     const uint64_t words_of_a_tensor = 1024, other_files = 1 << 16;
     struct params params;
     params_build(&params, c);
-    uint64_t floats = 4 * (uint64_t)params_total(&params) + (uint64_t)config_blocks(c) * (uint64_t)c->experts;
-    uint64_t bytes = sizeof(float) * floats + words_of_a_tensor * (uint64_t)params.count + other_files;
+    uint64_t total = (uint64_t)params_total(&params), biases = (uint64_t)config_blocks(c) * (uint64_t)c->experts;
+    uint64_t weight = sizeof(real) < sizeof(float) ? sizeof(real) : sizeof(float);
+    uint64_t bytes = (3 * sizeof(float) + weight) * total + sizeof(float) * biases +
+                     words_of_a_tensor * (uint64_t)params.count + other_files;
     params_free(&params);
     return bytes;
 }
@@ -612,7 +616,7 @@ static bool check_weights(const char *folder, const struct checkpoint *c, char *
 static bool read_weights(const char *folder, const struct checkpoint *c, const struct spread *spread, char *error,
                          size_t error_size) {
     struct shards model;
-    struct shard_array weights = {"", c->weights, c->master};
+    struct shard_array weights = {"", c->weights, c->master, false};
     if (!shards_open_index(&model, folder, error, error_size)) return false;
     bool read = shards_read(&model, spread, &weights, 1, false, error, error_size) &&
                 shards_read_bias(&model, c->config, c->bias, false, error, error_size);

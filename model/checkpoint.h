@@ -2,15 +2,17 @@
 // state beside it:
 //
 //   config.json, generation_config.json, tokenizer files    the model in Hugging Face's words
-//   model-00001-of-000NN.safetensors, ...                   weights and selection biases under Hugging Face's names;
-//   model.safetensors.index.json                            file 1: embedding, last norm, head; then one per block
+//   model-00001-of-000NN.safetensors, ...                   weights (F32, or BF16 where the device has them so) and
+//   model.safetensors.index.json                            selection biases (F32) under Hugging Face's names; file 1:
+//                                                           embedding, last norm, head; then one per block
 //   state-00001-of-000NN.safetensors, ...                   the same split: NAME.master, NAME.m, NAME.v in F32
 //   trainer.json                                            progress, options, data; size and hash of every other file
 //                                                           and its own hash; written last
 //
 // Nothing in it tells time, path or number of ranks, so two saves of the same state are the same bytes. The masters are
-// authoritative. A folder is complete when trainer.json and every file it lists are there with their sizes; it is whole
-// when their hashes are right too. Whatever loads from a folder looks at the hashes first.
+// authoritative: a run that goes on, on a device of either kind, has weights that are its masters, rounded. A folder is
+// complete when trainer.json and every file it lists are there with their sizes; it is whole when their hashes are right
+// too. Whatever loads from a folder looks at the hashes first.
 //
 // Ranks that share a model save and load together, at any layout from any other. Rank 0 of the job writes all files; the
 // others give it their pieces tensor by tensor. Every rank reads the same folder, so it lies where all of them see it.
@@ -44,6 +46,7 @@ struct checkpoint {
     accum *bias;                     // [MoE blocks, experts] selection bias, the same on all ranks
     int64_t step, sequences, tokens; // optimizer steps done, next global sequence, tokens seen
     uint64_t seed;
+    bool bf16;                         // the model's files are written in BF16, not F32
     struct cJSON *options;             // the run's resolved flags, kept as they are to compare on resume; may be NULL
     struct cJSON *data;                // what tells the run's data from other data, kept likewise; may be NULL
     const struct tokenizer *tokenizer; // saved beside the weights; NULL: none

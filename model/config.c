@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "kernels/fail.h"
+#include "kernels/kernels.h"
 #include "model/rope.h"
 
 static bool has_moe(const struct config *c) { return config_is_moe(c, config_blocks(c) - 1); }
@@ -145,6 +146,20 @@ static void check_products(const struct config *c) {
                   c->hidden, c->layers, bound, 0x1p56);
 }
 
+// What the kernels of this build can hold.
+static void check_kernels(const struct config *c) {
+    int experts = router_most_experts(), columns = attention_most_columns();
+    if (has_moe(c) && c->experts > experts)
+        fail_user("--experts", "found %d, wanted at most %d: this build for GPUs holds no more", c->experts, experts);
+    if (config_query_dim(c) > columns)
+        fail_user("--nope-dim",
+                  "found %d with --rope-dim %d, wanted a sum of at most %d: this build for GPUs holds no more",
+                  c->nope_dim, c->rope_dim, columns);
+    if (c->value_dim > columns)
+        fail_user("--value-dim", "found %d, wanted at most %d: this build for GPUs holds no more", c->value_dim,
+                  columns);
+}
+
 void config_validate(const struct config *c) {
     check_layers(c);
     check_sizes(c);
@@ -153,6 +168,7 @@ void config_validate(const struct config *c) {
     if (has_moe(c)) check_routing(c);
     check_yarn(c);
     check_products(c);
+    check_kernels(c);
 }
 
 double config_attention_scale(const struct config *c) {

@@ -9,6 +9,7 @@
 #include "kernels/fail.h"
 #include "kernels/random.h"
 #include "kernels/stop.h"
+#include "model/safetensors.h"
 #include "model/saved_model.h"
 #include "model/vocabulary.h"
 
@@ -148,6 +149,30 @@ static void print_text(const struct tokenizer *tokenizer, const int32_t *tokens,
     free(text);
 }
 
+// What other programs can be compared with: tokens and the logits of all positions, at once.
+static void write_logits(struct model *m, const struct token_list *prompt, const char *path) {
+    size_t T = prompt->count, V = (size_t)m->config.vocab;
+    char error[FILE_ERROR];
+    if (T > (size_t)m->acts.seq)
+        fail_user("--logits", "found a prompt of %zu tokens, wanted at most %d of them; shorten it or raise --seq", T,
+                  m->acts.seq);
+    int64_t *tokens = malloc(sizeof *tokens * T);
+    float *logits = malloc(sizeof *logits * T * V);
+    if (!tokens || !logits) fail_internal("--logits", "found no memory for %zu x %zu logits", T, V);
+    for (size_t t = 0; t < T; t++) tokens[t] = prompt->ids[t];
+    model_logits(m, prompt->ids, (int)T, 0, logits);
+    struct safetensors_tensor list[] = {{.name = "tokens", .type = SAFETENSORS_I64, .rank = 1, .shape = {T}},
+                                        {.name = "logits", .type = SAFETENSORS_F32, .rank = 2, .shape = {T, V}}};
+    struct safetensors_writer file;
+    if (!safetensors_begin(&file, path, list, 2, error, sizeof error) ||
+        !safetensors_append(&file, tokens, sizeof *tokens * T, error, sizeof error) ||
+        !safetensors_append(&file, logits, sizeof *logits * T * V, error, sizeof error) ||
+        !safetensors_finish(&file, error, sizeof error))
+        fail_user("--logits", "%s; name a file in a folder that exists, with room for it", error);
+    free(logits);
+    free(tokens);
+}
+
 void generate_from_checkpoint(const struct options *o) {
     struct model m;
     char folder[OPTION_TEXT + 32];
@@ -160,6 +185,7 @@ void generate_from_checkpoint(const struct options *o) {
     if (!tokenizer)
         fail_user(folder, "found no tokenizer.json, wanted one to make text of ids; name it with --tokenizer");
     struct token_list list = encode_prompt(&m, tokenizer, o);
+    if (o->logits[0]) write_logits(&m, &list, o->logits);
     int stop = tokenizer_end_of_text(tokenizer), prompt = (int)list.count;
     int count = generate_tokens(&m, list.ids, prompt, (int)o->generate, o->temperature, o->seed, stop);
     print_text(tokenizer, list.ids + 1, (size_t)(prompt - 1 + count));

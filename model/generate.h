@@ -24,6 +24,7 @@ void generate_print_sample(struct model *m, const struct options *o, const struc
 
 // --generate N --from DIR --prompt TEXT: prints prompt and continuation. Names of special tokens in the prompt are those
 // tokens. For one process. Ends the program (exit 2) when DIR holds no model or nothing says what its ids stand for.
+// --logits FILE: "tokens" I64 [T], the end of a text and the prompt, and "logits" F32 [T, V], in a safetensors file.
 void generate_from_checkpoint(const struct options *o);
 
 #endif

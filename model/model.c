@@ -7,6 +7,9 @@
 #include "model/ffn.h"
 #include "model/mla.h"
 #include "model/moe.h"
+#include "model/trace.h"
+
+static size_t sums_bytes(const struct model *m) { return sizeof *m->sums * ((size_t)m->config.mtp_depth + 2); }
 
 void model_open(struct model *m, const struct config *c, int batch, int seq, bool training,
                 const struct parallel *parallel, const struct moe_settings *moe) {
@@ -17,13 +20,18 @@ void model_open(struct model *m, const struct config *c, int batch, int seq, boo
     if (training) m->grads = device_alloc(sizeof(accum) * m->params.size);
     m->bias = device_alloc(sizeof(accum) * model_bias_size(c));
     m->counts = device_alloc(sizeof(int64_t) * model_bias_size(c));
-    activations_alloc(&m->acts, c, batch, seq, training, m->parallel->group,
-                      moe_header_bytes(c, &m->moe, m->parallel->ep));
+    m->sums = device_alloc(sums_bytes(m));
+    activations_alloc(
+        &m->acts, c,
+        (struct activation_use){batch, seq, training, m->moe.recompute, moe_header_bytes(c, &m->moe, m->parallel->ep)},
+        m->parallel->group);
     m->ids = malloc(sizeof *m->ids * (size_t)batch * (size_t)seq);
     bool forced = m->moe.route != ROUTE_LEARNED && model_moe_blocks(c) > 0;
     if (forced) m->routes = malloc(sizeof *m->routes * (size_t)batch * (size_t)seq * (size_t)c->top_k);
     if (!m->ids || (forced && !m->routes)) fail_internal("model", "found no memory for %d x %d tokens", batch, seq);
     moe_open(m);
+    struct scratch_sizes scratch = model_scratch_sizes(c, batch, seq, training);
+    device_reserve_scratch(device_scratch_bytes(&scratch));
 }
 
 void model_close(struct model *m) {
@@ -31,6 +39,7 @@ void model_close(struct model *m) {
     free(m->routes);
     free(m->ids);
     activations_free(&m->acts);
+    device_free(m->sums);
     device_free(m->counts);
     device_free(m->bias);
     device_free(m->grads);
@@ -41,6 +50,28 @@ void model_close(struct model *m) {
 
 struct router_shape model_router_shape(const struct config *c) {
     return (struct router_shape){c->experts, c->top_k, c->groups, c->top_groups, c->normalize_gates, c->route_scale};
+}
+
+struct scratch_sizes model_scratch_sizes(const struct config *c, int batch, int seq, bool training) {
+    bool moe = model_moe_blocks(c) > 0;
+    int width = c->hidden;
+    if (width < c->q_rank) width = c->q_rank;
+    if (width < c->kv_rank) width = c->kv_rank;
+    struct scratch_sizes s = {.rows = batch * seq,
+                              .width = width,
+                              .vocab = c->vocab,
+                              .hidden = c->hidden,
+                              .experts = moe ? c->experts : 0,
+                              .top_k = moe ? c->top_k : 0,
+                              .sequences = batch};
+    if (!training) return s;
+    s.batch = batch;
+    s.length = seq;
+    s.heads = c->heads;
+    s.nope_dim = c->nope_dim;
+    s.rope_dim = c->rope_dim;
+    s.value_dim = c->value_dim;
+    return s;
 }
 
 void model_add_totals(struct step_totals *totals, const struct config *c, struct batch batch) {
@@ -69,9 +100,26 @@ static void load_tokens(struct model *m, struct batch batch) {
 
 // ---- forward ----
 
-static void block_forward(struct model *m, int block, real *out, const int32_t *tokens, int B, int T, bool count) {
+static real *block_output(const struct model *m, int block) {
+    const struct activations *a = &m->acts;
+    if (block >= m->config.layers) return a->blocks[block].output;
+    return block + 1 < m->config.layers ? a->blocks[block + 1].input : a->output;
+}
+
+// The tokens that a block's input stands for: those of the main model, or of an MTP depth.
+static const int32_t *block_tokens(const struct model *m, int block) {
+    int depth = block < m->config.layers ? 0 : block - m->config.layers + 1;
+    return m->acts.heads[depth].ids;
+}
+
+static void block_forward(struct model *m, int block, int B, int T, bool count) {
+    trace_set_block(m->trace, block);
+    int begin = trace_mark(m->trace);
     mla_forward(m, block, B, T);
-    ffn_forward(m, block, out, tokens, B, T, count);
+    trace_add_phase(m->trace, "attention forward", block, begin);
+    ffn_forward(m, block, block_output(m, block), block_tokens(m, block), B, T, count);
+    trace_set_block(m->trace, -1);
+    m->computed = block;
 }
 
 // Layers and final norm: heads[0].normed.
@@ -80,8 +128,7 @@ static void layers_forward(struct model *m, int B, int T, bool count) {
     struct activations *a = &m->acts;
     int N = B * T, H = c->hidden;
     embedding_forward(a->blocks[0].input, m->weights + m->params.embedding, a->heads[0].ids, N, H);
-    for (int l = 0; l < c->layers; l++)
-        block_forward(m, l, l + 1 < c->layers ? a->blocks[l + 1].input : a->output, a->heads[0].ids, B, T, count);
+    for (int l = 0; l < c->layers; l++) block_forward(m, l, B, T, count);
     rmsnorm_forward(a->heads[0].normed, H, a->heads[0].rstd, a->output, H, m->weights + m->params.final_norm, N, H,
                     c->rms_eps);
 }
@@ -102,7 +149,7 @@ static void mtp_forward(struct model *m, int k, int B, int T, bool count) {
     rmsnorm_forward(a->concat, 2 * H, a->embedded_rstd, a->embedded, H, m->weights + w->enorm, N, H, c->rms_eps);
     rmsnorm_forward(a->concat + H, 2 * H, a->hidden_rstd, mtp_hidden(m, k), H, m->weights + w->hnorm, N, H, c->rms_eps);
     matmul_nt(a->input, a->concat, m->weights + w->eh_proj, N, H, 2 * H, NULL);
-    block_forward(m, block, a->output, head->ids, B, T, count);
+    block_forward(m, block, B, T, count);
     rmsnorm_forward(head->normed, H, head->rstd, a->output, H, m->weights + w->head_norm, N, H, c->rms_eps);
 }
 
@@ -113,7 +160,7 @@ static void head_loss(struct model *m, int k, int N, bool gradient, double scale
     struct head_activations *head = &a->heads[k];
     const real *w = m->weights + m->params.head;
     accum *losses = a->losses + (size_t)k * (size_t)N;
-    int H = m->config.hidden, V = m->config.vocab;
+    int H = m->config.hidden, V = m->config.vocab, begin = trace_mark(m->trace);
     for (int first = 0; first < N; first += a->logit_rows) {
         int rows = N - first < a->logit_rows ? N - first : a->logit_rows;
         const real *normed = head->normed + (size_t)first * H;
@@ -123,23 +170,40 @@ static void head_loss(struct model *m, int k, int N, bool gradient, double scale
         matmul_nn(head->d_normed + (size_t)first * H, a->logits, w, rows, H, V, NULL);
         matmul_tn(m->grads + m->params.head, a->logits, normed, V, H, rows);
     }
+    trace_add_phase(m->trace, "head", -1, begin);
 }
 
-// What the passes left in losses and balance.
-static struct losses sum_losses(const struct model *m, int B, int T) {
-    struct losses sums = {0};
+// What the passes left in losses and balance. It stays on the device, so that the host need not wait for every micro-batch.
+static void add_losses(const struct model *m, int B, int T) {
+    const struct activations *a = &m->acts;
+    int D = m->config.mtp_depth;
     size_t N = (size_t)B * (size_t)T;
-    for (int k = 0; k <= m->config.mtp_depth; k++)
-        sums.cross_entropy[k] = device_sum(m->acts.losses + (size_t)k * N, N);
-    sums.balance = device_sum(m->acts.balance, (size_t)model_moe_blocks(&m->config) * (size_t)B);
-    return sums;
+    for (int k = 0; k <= D; k++) device_add_sum(&m->sums[k], a->losses + (size_t)k * N, N);
+    device_add_sum(&m->sums[D + 1], a->balance, (size_t)model_moe_blocks(&m->config) * (size_t)B);
+}
+
+struct losses model_take_losses(struct model *m) {
+    struct losses losses = {0};
+    double sums[MTP_MAX + 2];
+    int D = m->config.mtp_depth;
+    device_copy_out(sums, m->sums, sums_bytes(m));
+    device_zero(m->sums, sums_bytes(m));
+    for (int k = 0; k <= D; k++) losses.cross_entropy[k] = sums[k];
+    losses.balance = sums[D + 1];
+    return losses;
 }
 
 // ---- backward ----
 
 static void block_backward(struct model *m, int block, real *dx, int B, int T, int64_t sequences) {
+    // The same bits once more; the routes have been counted.
+    if (m->moe.recompute == RECOMPUTE_BLOCK && m->computed != block) block_forward(m, block, B, T, false);
+    trace_set_block(m->trace, block);
     ffn_backward(m, block, dx, B, T, sequences);
+    int begin = trace_mark(m->trace);
     mla_backward(m, block, dx, B, T);
+    trace_add_phase(m->trace, "attention backward", block, begin);
+    trace_set_block(m->trace, -1);
 }
 
 // MTP depth k. dx comes as the gradient of the module's output from depth k + 1 (if deeper) and leaves as the gradient
@@ -182,7 +246,9 @@ struct losses model_evaluate(struct model *m, struct batch batch) {
     layers_forward(m, B, T, false);
     for (int k = 1; k <= D; k++) mtp_forward(m, k, B, T, false);
     for (int k = 0; k <= D; k++) head_loss(m, k, B * T, false, 0);
-    return sum_losses(m, B, T);
+    device_zero(m->sums, sums_bytes(m));
+    add_losses(m, B, T);
+    return model_take_losses(m);
 }
 
 void model_score(struct model *m, struct batch batch, float *losses) {
@@ -192,7 +258,7 @@ void model_score(struct model *m, struct batch batch, float *losses) {
     device_accum_to_float(losses, m->acts.losses, (size_t)batch.B * (size_t)batch.T);
 }
 
-struct losses model_gradient(struct model *m, struct batch batch, const struct step_totals *totals) {
+void model_gradient(struct model *m, struct batch batch, const struct step_totals *totals) {
     int B = batch.B, T = batch.T, D = m->config.mtp_depth;
     load_tokens(m, batch);
     layers_forward(m, B, T, true);
@@ -204,7 +270,7 @@ struct losses model_gradient(struct model *m, struct batch batch, const struct s
     }
     for (int k = D; k >= 1; k--) mtp_backward(m, k, B, T, totals->sequences);
     layers_backward(m, B, T, totals->sequences);
-    return sum_losses(m, B, T);
+    add_losses(m, B, T);
 }
 
 void model_logits(struct model *m, const int32_t *tokens, int T, int first, float *logits) {

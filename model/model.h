@@ -23,9 +23,11 @@ struct model {
     bool first_use;       // the next backward pass is the first of its step: experts' gradients are stored, not added
     accum *bias;          // [MoE blocks, E] selection bias
     int64_t *counts;      // [MoE blocks, E] this rank's routes since the counts were zeroed
+    double *sums;         // [mtp_depth + 2] of losses since they were taken: main model, MTP depths, balance
     int64_t step;         // optimizer steps taken, and the run's seed: forced routes depend on both
     uint64_t seed;
     struct activations acts;
+    int computed; // the block that computed last: with RECOMPUTE_BLOCK its activations are there
     // memory of the MoE layers: of the kind that is used; both NULL without MoE blocks
     struct moe_alltoall *alltoall;
     struct moe_mok *mok;
@@ -44,6 +46,14 @@ void model_close(struct model *m);
 static inline int model_moe_blocks(const struct config *c) {
     return config_blocks(c) > c->dense_layers ? config_blocks(c) - c->dense_layers : 0;
 }
+// Of the MoE blocks, those that keep routes, and rows, of their own from forward to backward; the others use the first
+// one's.
+static inline int model_kept_routes(const struct config *c, bool training, enum recompute recompute) {
+    return training && recompute != RECOMPUTE_BLOCK ? model_moe_blocks(c) : model_moe_blocks(c) > 0;
+}
+static inline int model_kept_rows(const struct config *c, bool training, enum recompute recompute) {
+    return training && recompute == RECOMPUTE_NONE ? model_moe_blocks(c) : model_moe_blocks(c) > 0;
+}
 static inline size_t model_bias_size(const struct config *c) {
     return (size_t)model_moe_blocks(c) * (size_t)c->experts;
 }
@@ -55,6 +65,8 @@ static inline int64_t *model_counts(const struct model *m, int block) {
     return m->counts + (size_t)(block - m->config.dense_layers) * (size_t)m->config.experts;
 }
 struct router_shape model_router_shape(const struct config *c);
+// What the operations of a model's passes are called with at most.
+struct scratch_sizes model_scratch_sizes(const struct config *c, int batch, int seq, bool training);
 
 // One micro-batch in host memory. B = 0: this rank has no tokens; it takes part for the others of its EP group.
 struct batch {
@@ -70,7 +82,7 @@ struct step_totals {
 };
 void model_add_totals(struct step_totals *totals, const struct config *c, struct batch batch);
 
-// Sums over one micro-batch, not divided.
+// Sums over micro-batches, not divided.
 struct losses {
     double cross_entropy[MTP_MAX + 1]; // over valid targets; main model, then MTP depths
     double balance;                    // sum of f P over sequences and MoE blocks, without alpha
@@ -84,8 +96,10 @@ void model_score(struct model *m, struct batch batch, float *losses);
 
 // Forward and backward pass: adds to grads the gradient of
 //   CE + (lambda / D) sum_k CE_k + alpha * balance,   each divided by the step's totals,
-// and adds every MoE block's routes to counts.
-struct losses model_gradient(struct model *m, struct batch batch, const struct step_totals *totals);
+// and adds every MoE block's routes to counts. Its losses are among those of model_take_losses.
+void model_gradient(struct model *m, struct batch batch, const struct step_totals *totals);
+// The losses of all calls of model_gradient since this or model_evaluate was called. Waits for them.
+struct losses model_take_losses(struct model *m);
 
 // Logits of positions first..T-1 of one sequence of T tokens. tokens (host) [T]   logits (host) [T - first, V]
 // T = 0: this rank has none and takes part for the others of its EP group.

@@ -23,7 +23,7 @@ void moe_close(struct model *m) {
 }
 
 void moe_forward(struct model *m, int block, real *y, const real *residual, int N) {
-    double begin = trace_now(m->trace);
+    int begin = trace_mark(m->trace);
     if (m->mok)
         moe_mok_forward(m, block, y, residual, N);
     else
@@ -32,7 +32,7 @@ void moe_forward(struct model *m, int block, real *y, const real *residual, int 
 }
 
 void moe_backward(struct model *m, int block, real *dx, accum *d_gates, const real *dy, int N) {
-    double begin = trace_now(m->trace);
+    int begin = trace_mark(m->trace);
     if (m->mok)
         moe_mok_backward(m, block, dx, d_gates, dy, N);
     else

@@ -20,13 +20,13 @@ struct grown {
 struct alltoall_block {
     int *slot_of_row, *row_of_slot; // [N*K] rows as they are sent
     size_t *send, *arrive;       // host [pieces * ranks + 1] first row of piece c to, and from, rank p: [c * ranks + p]
-    int *offsets;                // [experts here + 1] rows as they are computed
+    int *offsets;                // host [experts here + 1] rows as they are computed
     struct grown arrival_of_row; // int [R]
     struct grown row_of_arrival; // int [R]
     struct grown gates;          // accum [R] as they arrive
     struct grown rows;           // real [R, H] as they are computed
     struct grown gate_up;        // real [R, 2m] as they are computed
-};
+}; // rows and gate_up are the first block's with RECOMPUTE_MOE, all is with RECOMPUTE_BLOCK or without training
 
 // Exchanges of one piece that are under way.
 struct alltoall_exchange {
@@ -42,12 +42,11 @@ struct moe_alltoall {
     int *order;  // [E] place of each expert in the order of sending
     // of the pass under way
     int *own_offsets;                       // [E + 1] rows as they are sent
-    int *host_offsets;                      // host [E + 1] of either order
-    int *own_counts;                        // host [E] routes to every expert in the order of sending
-    int *counts, *host_counts;              // [ranks, E] those of all ranks
+    int *offsets, *host_offsets;            // [ranks, E + 1] those of all ranks
     struct alltoall_exchange *there, *back; // host [pieces]
 
-    struct alltoall_block *blocks; // [MoE blocks]
+    int kept_routes, kept_rows;    // MoE blocks that keep their own; the others use the first one's
+    struct alltoall_block *blocks; // [kept_routes]
     // used and used again by every block
     real *sent;          // [N*K, H] rows that leave; then the results, where they come back
     accum *sent_gates;   // [N*K] gates, or gradients of them, on the same ways
@@ -61,7 +60,7 @@ struct moe_alltoall {
     struct grown d_gates;   // accum [R] as they leave
 };
 
-// Collective over the EP group of the model, as are the passes. Buffers are made for balanced routes.
+// Collective over the EP group of the model, as are the passes. Buffers are made for balanced routes and an eighth more.
 void moe_alltoall_open(struct model *m);
 void moe_alltoall_close(struct model *m);
 // As moe_forward and moe_backward of model/moe.h.
@@ -70,6 +69,6 @@ void moe_alltoall_backward(struct model *m, int block, real *dx, accum *d_gates,
 
 // Bytes of device memory that moe_alltoall_open takes on the rank with the most experts. training false: without what
 // only the backward pass needs. Ends the program (exit 2) when no memory could hold them.
-size_t moe_alltoall_bytes(const struct config *c, int ep, int batch, int seq, bool training);
+size_t moe_alltoall_bytes(const struct config *c, int ep, int batch, int seq, bool training, enum recompute recompute);
 
 #endif

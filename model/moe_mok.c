@@ -58,7 +58,8 @@ struct mok_shape moe_mok_shape(const struct config *c, int ep, int max_tokens, c
                           .minibatch_rows = settings->minibatch_rows,
                           .ring_rows = settings->ring_rows,
                           .lag = workers, // about one wave
-                          .move_rows = MOVE_ROWS};
+                          .move_rows = MOVE_ROWS,
+                          .replay = settings->recompute == RECOMPUTE_MOE};
     check_capacity(&s);
     if (!s.minibatch_rows) {
         s.minibatch_rows = mok_default_minibatch(m, workers);
@@ -97,20 +98,24 @@ static void take_workspace(struct allocator *a, struct mok_workspace *w, const s
     w->shared_d_gate_up = take(a, T * 2 * S, sizeof(real));
 }
 
-static void take_block(struct allocator *a, struct mok_block *b, const struct mok_shape *s) {
-    size_t R = (size_t)s->ring_rows;
-    b->x_rows = take(a, R * (size_t)s->hidden, sizeof(real));
-    b->gate_up = take(a, R * 2 * (size_t)s->intermediate, sizeof(real));
+static void take_plan(struct allocator *a, struct mok_block *b, const struct mok_shape *s) {
     a->bytes += mok_plan_bytes(s);
     if (!a->count_only) mok_plan_alloc(&b->plan, s);
 }
 
-size_t moe_mok_bytes(const struct config *c, const struct mok_shape *s, bool training) {
+static void take_rows(struct allocator *a, struct mok_block *b, const struct mok_shape *s) {
+    size_t R = (size_t)s->ring_rows;
+    b->x_rows = take(a, R * (size_t)s->hidden, sizeof(real));
+    b->gate_up = take(a, R * 2 * (size_t)s->intermediate, sizeof(real));
+}
+
+size_t moe_mok_bytes(const struct config *c, const struct mok_shape *s, bool training, enum recompute recompute) {
     struct allocator a = {.count_only = true};
     struct mok_workspace w;
     struct mok_block b;
     take_workspace(&a, &w, s, training);
-    for (int i = 0; i < (training ? model_moe_blocks(c) : 1); i++) take_block(&a, &b, s);
+    for (int i = 0; i < model_kept_routes(c, training, recompute); i++) take_plan(&a, &b, s);
+    for (int i = 0; i < model_kept_rows(c, training, recompute); i++) take_rows(&a, &b, s);
     return a.bytes;
 }
 
@@ -144,18 +149,21 @@ void moe_mok_open(struct model *m) {
     mok_crew_open(&l->crew);
     struct allocator a = {0};
     take_workspace(&a, &l->work, &l->shape, training);
-    for (size_t i = 0; i < blocks; i++)
-        if (training || i == 0)
-            take_block(&a, &l->blocks[i], &l->shape);
-        else
-            l->blocks[i] = l->blocks[0];
+    size_t plans = (size_t)model_kept_routes(c, training, m->moe.recompute);
+    size_t rows = (size_t)model_kept_rows(c, training, m->moe.recompute);
+    for (size_t i = 0; i < blocks; i++) {
+        l->blocks[i] = l->blocks[0];
+        if (i < plans) take_plan(&a, &l->blocks[i], &l->shape);
+        if (i < rows) take_rows(&a, &l->blocks[i], &l->shape);
+    }
 }
 
 void moe_mok_close(struct model *m) {
     struct moe_mok *l = m->mok;
     struct mok_workspace *w = &l->work;
-    for (int i = 0; i < (m->grads ? model_moe_blocks(&m->config) : 1); i++) {
+    for (int i = 0; i < model_kept_routes(&m->config, m->grads, m->moe.recompute); i++)
         mok_plan_free(&l->blocks[i].plan);
+    for (int i = 0; i < model_kept_rows(&m->config, m->grads, m->moe.recompute); i++) {
         device_free(l->blocks[i].x_rows);
         device_free(l->blocks[i].gate_up);
     }
@@ -207,18 +215,17 @@ static void run(struct model *m, int block, const struct mok_layer *layer, enum 
     snprintf(before, sizeof before, "before the %s pass of layer %d", forward ? "forward" : "backward", block);
     snprintf(after, sizeof after, "after the %s pass of layer %d", forward ? "forward" : "backward", block);
     l->crew.trace = m->trace;
-    if (m->trace) m->trace->block = block;
 
-    double begin = trace_now(m->trace);
+    int begin = trace_mark(m->trace);
     mok_barrier(&l->group, before);
     trace_add_phase(m->trace, "barrier", block, begin);
     if (forward) {
-        begin = trace_now(m->trace);
+        begin = trace_mark(m->trace);
         mok_plan_make(&b->plan, &l->shape, &l->group, a->ids, a->gates);
         trace_add_phase(m->trace, "plan", block, begin);
     }
     mok_run(&l->shape, &b->plan, &l->group, layer, &l->work, &l->crew, pass);
-    begin = trace_now(m->trace);
+    begin = trace_mark(m->trace);
     mok_barrier(&l->group, after);
     trace_add_phase(m->trace, "barrier", block, begin);
 }

@@ -8,8 +8,8 @@
 // What a block keeps from its forward to its backward pass, besides its activations.
 struct mok_block {
     struct mok_plan plan;
-    real *x_rows;  // [ring_rows, H]
-    real *gate_up; // [ring_rows, 2m]
+    real *x_rows;  // [ring_rows, H]; with RECOMPUTE_MOE the same for all blocks
+    real *gate_up; // [ring_rows, 2m]; so is this
 };
 
 struct moe_mok {
@@ -17,7 +17,7 @@ struct moe_mok {
     struct mok_group group;
     struct mok_crew crew;
     struct mok_workspace work;
-    struct mok_block *blocks; // [MoE blocks]; without training all of them are one
+    struct mok_block *blocks; // [MoE blocks]; without training, or with RECOMPUTE_BLOCK, all of them are one
 };
 
 // Sizes of the layer and its schedule on a rank of an EP group of ep, with what settings leave open chosen for so many
@@ -28,7 +28,7 @@ struct mok_shape moe_mok_shape(const struct config *c, int ep, int max_tokens, c
 int moe_mok_workers(const struct moe_settings *settings);
 
 // Bytes of device memory that moe_mok_open takes; symmetric memory is among the activations.
-size_t moe_mok_bytes(const struct config *c, const struct mok_shape *s, bool training);
+size_t moe_mok_bytes(const struct config *c, const struct mok_shape *s, bool training, enum recompute recompute);
 
 // The symmetric memory of the model's activations must be there. All four are collective over the EP group.
 void moe_mok_open(struct model *m);

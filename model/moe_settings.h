@@ -1,6 +1,8 @@
-// How the MoE layers of a run are computed.
+// How the MoE layers of a run are computed, and what blocks keep for their backward pass.
 #ifndef MOK_MODEL_MOE_SETTINGS_H
 #define MOK_MODEL_MOE_SETTINGS_H
+
+#include "kernels/kernels.h"
 
 enum moe_kind { MOE_MOK, MOE_ALLTOALL };
 
@@ -18,10 +20,20 @@ enum moe_route {
     ROUTE_W7        // a burst after steady steps
 };
 
+// What a block computes again in its backward pass instead of keeping it. The bits of all results are the same.
+enum recompute {
+    RECOMPUTE_NONE,
+    RECOMPUTE_MOE,  // rows at the routed experts, their gates and ups
+    RECOMPUTE_BLOCK // everything but the block's input
+};
+
 struct moe_settings {
     enum moe_kind kind;
     enum moe_route route;
-    int alltoall_chunks; // alltoall: pieces of the local experts whose exchanges overlap with computing; 1: none
+    enum recompute recompute;
+    // alltoall:
+    int alltoall_chunks;           // pieces of the local experts whose exchanges overlap with computing; 1: none
+    enum grouped_core expert_gemm; // of the experts' products
     // mok:
     int workers;        // worker threads of a rank; 0: as many as it computes with elsewhere
     int comm_workers;   // of them, those that only move rows; 0: every worker moves and multiplies

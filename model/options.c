@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "kernels/fail.h"
+#include "kernels/mok.h"
 #include "model/plan.h"
 #include "model/presets.h"
 
@@ -44,7 +45,8 @@ struct flag {
         uint64_t: FLAG_UINT64,                                                                                         \
         double: FLAG_DOUBLE,                                                                                           \
         char *: FLAG_TEXT,                                                                                             \
-        enum schedule: FLAG_CHOICE, enum moe_kind: FLAG_CHOICE, enum moe_route: FLAG_CHOICE),                                                                                   \
+        enum schedule: FLAG_CHOICE, enum moe_kind: FLAG_CHOICE, enum moe_route: FLAG_CHOICE,                           \
+        enum grouped_core: FLAG_CHOICE, enum recompute: FLAG_CHOICE),                                                  \
         offsetof(struct options, member), sizeof(((struct options *)0)->member)
 
 #define MANY  1e12  // a bound that no one meets, and small enough for sums and for a double
@@ -75,6 +77,7 @@ static const struct flag flags[] = {
     {BATCH, "batch", "N", MEMBER(batch), 1, MANY, FREE, "sequences that a rank has in memory at once (a micro-batch), at most"},
     {BATCH, "seq", "N", MEMBER(seq), 1, MANY, FIXED, "tokens per sequence; with --generate and --evaluate 0, their default: as the checkpoint was trained"},
     {BATCH, "tokens-per-step", "N", MEMBER(tokens_per_step), 0, MANY, FIXED, "tokens per optimizer step of all ranks together, a multiple of --seq; 0: one micro-batch of each rank"},
+    {BATCH, "recompute", "none|moe|block", MEMBER(moe.recompute), 0, 0, START, "what a block computes again in backward to save memory: nothing; rows, gates and ups of the routed experts; everything but its input. Results are the same bits"},
     {BATCH, "seed", "N", MEMBER(seed), 0, MANY, FIXED, "of first weights, order of data, and samples"},
 
     {RATE, "lr", "X", MEMBER(lr), 0, MANY, FIXED, "learning rate at its peak"},
@@ -89,16 +92,18 @@ static const struct flag flags[] = {
     {RATE, "adam-eps", "X", MEMBER(adam_eps), SMALL, MANY, FIXED, "AdamW: added to the root of the second moment"},
 
     {RANKS, "ep", "N", MEMBER(ep), 0, MANY, START, "ranks that share one set of experts (an EP group), a divisor of all ranks; 0: the most that one host and the experts allow"},
-    {RANKS, "moe", "mok|alltoall", MEMBER(moe.kind), 0, 0, START, "how the ranks of a group exchange tokens: the megakernel, or all-to-all around grouped products"},
+    {RANKS, "moe", "mok|alltoall", MEMBER(moe.kind), 0, 0, START, "how the ranks of a group exchange tokens: the megakernel (not yet in a build for GPUs), or all-to-all around grouped products"},
     {RANKS, "workers", "N", MEMBER(moe.workers), 0, MANY, START, "mok: worker threads of a rank; 0: as many as it computes with elsewhere"},
     {RANKS, "comm-workers", "N", MEMBER(moe.comm_workers), 0, MANY, START, "mok: of these, workers that only move rows; 0: each one moves and multiplies"},
     {RANKS, "minibatch-rows", "N", MEMBER(moe.minibatch_rows), 0, MANY, START, "mok: rows of one phase, a multiple of 128; 0: chosen"},
     {RANKS, "ring-rows", "N", MEMBER(moe.ring_rows), 0, MANY, START, "mok: rows in memory at once, a multiple of 128 and of --minibatch-rows; 0: chosen"},
     {RANKS, "alltoall-chunks", "N", MEMBER(moe.alltoall_chunks), 1, MANY, START, "alltoall: pieces of a rank's experts whose exchanges overlap with computing; 1: no overlap"},
+    {RANKS, "expert-gemm", "cublaslt|own", MEMBER(moe.expert_gemm), 0, 0, START, "alltoall: what multiplies in the experts, cuBLASLt or this program's own code; a build for CPUs has only its own, one for GPUs only cublaslt"},
     {RANKS, "route", "learned|balanced|W1|W2|W3|W4|W5|W6|W7", MEMBER(moe.route), 0, 0, FIXED, "learned: the router chooses; others force a load for benchmarks (W1 to W7 are uneven), and the model learns nothing sensible"},
-    {RANKS, "trace", "FILE", MEMBER(trace), 0, 0, START, "write what every worker did when, for Perfetto or chrome://tracing"},
+    {RANKS, "trace", "FILE", MEMBER(trace), 0, 0, START, "write what every worker did when, for Perfetto or chrome://tracing, and print where the time of a step goes"},
     {RANKS, "timeout", "X", MEMBER(timeout), SMALL, MANY, START, "seconds that a rank waits for others before the job ends with an error"},
     {RANKS, "ranks", "N", MEMBER(ranks), 0, MANY, START, "with --plan: plan for N ranks, without running them; 0: as many as there are"},
+    {RANKS, "memory", "X", MEMBER(memory), 0, 1e9, START, "with --plan: compare a rank with so many GiB, those of one GPU; 0: with what is here"},
 
     {OUTPUT, "save-every", "N", MEMBER(save_every), 0, MANY, FREE, "steps between checkpoints; 0: never"},
     {OUTPUT, "keep", "N", MEMBER(keep), 0, MANY, FREE, "newest checkpoints that are kept; 0: all"},
@@ -112,6 +117,7 @@ static const struct flag flags[] = {
     {SAMPLE, "generate", "N", MEMBER(generate), 0, MANY, FREE, "sample N tokens instead of training; 0: train"},
     {SAMPLE, "prompt", "TEXT", MEMBER(prompt), 0, 0, FREE, "text that the sample goes on from"},
     {SAMPLE, "temperature", "X", MEMBER(temperature), 0, 1000, FREE, "divides the logits; 0: always the likeliest token"},
+    {SAMPLE, "logits", "FILE", MEMBER(logits), 0, 0, START, "write the ids of the prompt and the logits behind each to a safetensors file, see scripts/check_transformers.py"},
 
     {SIZES, "vocab", "N", MEMBER(model.vocab), 0, MANY, SIZE, "tokens in the vocabulary; 0: as the data has"},
     {SIZES, "hidden", "N", MEMBER(model.hidden), 1, MANY, SIZE, "width of the residual stream"},
@@ -320,7 +326,9 @@ bool options_set_preset(struct options *o, const char *name) {
         .tokens_per_step = p->tokens_per_step,
         .steps = p->steps,
         .seed = 1337,
-        .moe = {.kind = MOE_MOK, .alltoall_chunks = 1},
+        .moe = {.kind = mok_available() ? MOE_MOK : MOE_ALLTOALL,
+                .alltoall_chunks = 1,
+                .expert_gemm = grouped_matmul_available(GROUPED_CUBLASLT) ? GROUPED_CUBLASLT : GROUPED_OWN},
         .timeout = 300,
         .lr = p->lr,
         .min_lr = p->min_lr,
@@ -382,6 +390,16 @@ static void settle_batch(struct options *o, int ranks) {
                   o->steps, tokens);
 }
 
+// What only another build has.
+static void check_build(const struct options *o) {
+    if (o->moe.kind == MOE_MOK && !mok_available())
+        fail_user("--moe", "found mok, which this build for GPUs does not have; use --moe alltoall");
+    if (grouped_matmul_available(o->moe.expert_gemm)) return;
+    bool own = o->moe.expert_gemm == GROUPED_OWN;
+    fail_user("--expert-gemm", "found %s, which this build for %s does not have; use --expert-gemm %s",
+              own ? "own" : "cublaslt", own ? "GPUs" : "CPUs", own ? "cublaslt" : "own");
+}
+
 static void check_rows(const char *flag, int rows) {
     enum { BLOCK = 128 };
     int below = rows / BLOCK * BLOCK;
@@ -404,6 +422,17 @@ static void check_layout(const struct options *o) {
                              "nothing sensible");
 }
 
+// Flags of the MoE layer that is not chosen.
+static void warn_of_idle_flags(const struct moe_settings *moe) {
+    bool of_mok = moe->workers || moe->comm_workers || moe->minibatch_rows || moe->ring_rows;
+    if (moe->kind == MOE_MOK && moe->alltoall_chunks > 1)
+        fail_warn("--alltoall-chunks", "found %d with --moe mok, which exchanges nothing in pieces; it changes nothing",
+                  moe->alltoall_chunks);
+    if (moe->kind == MOE_ALLTOALL && of_mok)
+        fail_warn("--moe", "found alltoall with --workers, --comm-workers, --minibatch-rows or --ring-rows, which are "
+                           "for --moe mok; they change nothing");
+}
+
 static void check_rate(const struct options *o) {
     if (o->warmup > o->steps)
         fail_user("--warmup", "found %" PRId64 ", wanted at most --steps %" PRId64, o->warmup, o->steps);
@@ -413,7 +442,7 @@ static void check_rate(const struct options *o) {
                   o->decay_steps, o->steps, o->warmup);
 }
 
-static void check_modes(const struct options *o, bool prompt_given, bool temperature_given) {
+static void check_modes(const struct options *o, bool prompt_given, bool temperature_given, bool logits_given) {
     if (o->resume && o->overwrite)
         fail_user("--resume", "found beside --overwrite, wanted one of them: go on with the run, or start it anew");
     if (o->resume && o->plan)
@@ -422,12 +451,17 @@ static void check_modes(const struct options *o, bool prompt_given, bool tempera
     if (o->ranks && !o->plan)
         fail_user("--ranks", "found without --plan, wanted both: mpirun -n %d starts a run on %d ranks", o->ranks,
                   o->ranks);
+    if (o->memory > 0 && !o->plan)
+        fail_user("--memory", "found without --plan, wanted both: a run takes what it needs, which --plan says");
     if (o->override && !o->resume)
         fail_user("--override", "found without --resume, wanted both: it lets a run go on with other settings");
     if (o->generate && o->evaluate) fail_user("--generate", "found beside --evaluate, wanted one of them");
     const char *weights = o->generate ? "--generate" : o->evaluate ? "--evaluate" : NULL;
     if (weights && !o->from[0]) fail_user(weights, "found without --from, wanted --from DIR: whose weights to use");
-    const char *alone = prompt_given ? "--prompt" : temperature_given ? "--temperature" : NULL;
+    const char *alone = prompt_given        ? "--prompt"
+                        : temperature_given ? "--temperature"
+                        : logits_given      ? "--logits"
+                                            : NULL;
     if (!o->generate && alone)
         fail_user(alone, "found without --generate, wanted --generate N: it matters for sampling only");
 }
@@ -447,10 +481,27 @@ static void check_no_settings(const char *const values[], const char *mode, cons
     }
 }
 
-static const char *const beside_generate[] = {"from", "prompt", "temperature", "tokenizer", "seed", "seq", NULL};
-static const char *const beside_evaluate[] = {
-    "from", "data", "eval-data", "eval-sequences", "eval-choices",   "tokenizer", "batch",           "seq",     "seed",
-    "ep",   "moe",  "workers",   "comm-workers",   "minibatch-rows", "ring-rows", "alltoall-chunks", "timeout", NULL};
+static const char *const beside_generate[] = {"from",      "prompt", "temperature", "logits",
+                                              "tokenizer", "seed",   "seq",         NULL};
+static const char *const beside_evaluate[] = {"from",
+                                              "data",
+                                              "eval-data",
+                                              "eval-sequences",
+                                              "eval-choices",
+                                              "tokenizer",
+                                              "batch",
+                                              "seq",
+                                              "seed",
+                                              "ep",
+                                              "moe",
+                                              "workers",
+                                              "comm-workers",
+                                              "minibatch-rows",
+                                              "ring-rows",
+                                              "alltoall-chunks",
+                                              "expert-gemm",
+                                              "timeout",
+                                              NULL};
 
 // ---- the command line ----
 
@@ -556,7 +607,9 @@ void options_parse(struct options *o, int argc, char **argv) {
     if (value_given(values, "preset")) start_from_preset(o, value_given(values, "preset"));
     set_given(o, values);
     if ((o->generate || o->evaluate) && !value_given(values, "seq")) o->seq = 0;
-    check_modes(o, value_given(values, "prompt"), value_given(values, "temperature"));
+    check_modes(o, value_given(values, "prompt"), value_given(values, "temperature"), value_given(values, "logits"));
+    check_build(o);
+    warn_of_idle_flags(&o->moe);
     if (o->generate) check_no_settings(values, "generate", beside_generate);
     if (!o->evaluate) return;
     check_no_settings(values, "evaluate", beside_evaluate);

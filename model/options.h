@@ -38,6 +38,7 @@ struct options {
     char trace[OPTION_TEXT]; // file; empty: none
     double timeout;          // seconds that a rank waits for others
     int ranks;               // with plan: of the job that is planned; 0: those that there are
+    double memory;           // with plan: GiB that a rank is compared with; 0: what there is here
 
     double lr, min_lr; // peak and last learning rate
     enum schedule schedule;
@@ -55,6 +56,7 @@ struct options {
     int64_t generate; // tokens to sample instead of training; 0: train
     char prompt[OPTION_TEXT];
     double temperature;
+    char logits[OPTION_TEXT]; // file; empty: none
 
     bool plan, device, help; // print and stop
 };

@@ -40,12 +40,10 @@ static inline struct expert_range parallel_experts(const struct parallel *p, int
                                  parallel_first_expert(experts, p->ep, p->ep_rank + 1)};
 }
 
-// Piece r of n elements in `pieces` pieces begins here: a multiple of 64 elements (or n), so that ZeRO-1 shards are
-// aligned.
+// Piece r of n elements in `pieces` pieces begins here. All are equally long, a multiple of 64 elements, so that one
+// collective moves them and ZeRO-1 shards are aligned; the last one also has what is left.
 static inline size_t parallel_piece(size_t n, int pieces, int r) {
-    size_t units = (n + 63) / 64,
-           begin = units / (size_t)pieces * (size_t)r + units % (size_t)pieces * (size_t)r / (size_t)pieces;
-    return begin * 64 < n ? begin * 64 : n;
+    return r == pieces ? n : n / 64 / (size_t)pieces * 64 * (size_t)r;
 }
 
 #endif

@@ -65,24 +65,30 @@ double plan_flops_per_token(const struct config *c, int seq) {
     return 6 * weights + attention_flops(c, seq);
 }
 
+static struct activation_use use_of(const struct options *o, const struct parallel *p, int batch) {
+    return (struct activation_use){batch, o->seq, true, o->moe.recompute, moe_header_bytes(&o->model, &o->moe, p->ep)};
+}
+
 // What grows with the micro-batch.
 static void count_batch(struct plan *plan, const struct options *o, const struct parallel *p, int batch) {
     const struct config *c = &o->model;
     struct activation_table table;
-    activations_tabulate(&table, c, batch, o->seq, true, moe_header_bytes(c, &o->moe, p->ep));
+    activations_tabulate(&table, c, use_of(o, p, batch));
     plan->activation_bytes = table.bytes;
     plan->symmetric_bytes = table.symmetric_bytes;
     plan->moe_bytes = model_bias_size(c) * (sizeof(accum) + sizeof(int64_t)); // selection bias, counts
     if (model_moe_blocks(c) > 0 && o->moe.kind == MOE_MOK) {
         struct mok_shape shape = moe_mok_shape(c, p->ep, batch * o->seq, &o->moe);
-        plan->moe_bytes += moe_mok_bytes(c, &shape, true);
+        plan->moe_bytes += moe_mok_bytes(c, &shape, true, o->moe.recompute);
     } else {
-        plan->moe_bytes += moe_alltoall_bytes(c, p->ep, batch, o->seq, true);
+        plan->moe_bytes += moe_alltoall_bytes(c, p->ep, batch, o->seq, true, o->moe.recompute);
     }
+    struct scratch_sizes scratch = model_scratch_sizes(c, batch, o->seq, true);
+    plan->scratch_bytes = device_scratch_bytes(&scratch);
 }
 
 static size_t batch_bytes(const struct plan *plan) {
-    return plan->activation_bytes + plan->symmetric_bytes + plan->moe_bytes;
+    return plan->activation_bytes + plan->symmetric_bytes + plan->moe_bytes + plan->scratch_bytes;
 }
 
 // What the last rank has of the model and of the optimizer's state.
@@ -98,12 +104,13 @@ static void count_state(struct plan *plan, const struct config *c, const struct 
     plan->gradient_bytes = params.size * sizeof(accum);
     plan->master_bytes = sharding.size * sizeof(accum);
     plan->moment_bytes = 2 * sharding.size * sizeof(accum);
+    plan->library_bytes = device_library_bytes(p->ranks);
     sharding_free(&sharding);
     params_free(&params);
 }
 
 static size_t state_bytes(const struct plan *plan) {
-    return plan->weight_bytes + plan->gradient_bytes + plan->master_bytes + plan->moment_bytes;
+    return plan->weight_bytes + plan->gradient_bytes + plan->master_bytes + plan->moment_bytes + plan->library_bytes;
 }
 
 void plan_make(struct plan *plan, const struct options *o, const struct parallel *parallel) {
@@ -116,7 +123,7 @@ void plan_make(struct plan *plan, const struct options *o, const struct parallel
     plan->attention_flops_per_token = attention_flops(c, o->seq);
 }
 
-// ---- printing ----
+// ---- printing: numbers ----
 
 // value in units of base, base^2, ... with the letter of the unit behind it.
 static const char *format(char text[16], double value, double base, const char *units) {
@@ -155,45 +162,138 @@ static void print_flops(FILE *file, const char *label, double flops) {
     fprintf(file, "  %-28s %10sFLOP\n", label, format(text, flops, 1000, "KMGTPE"));
 }
 
-// Largest batch whose memory fits into the room beside the state, smaller than that of the options; 0 if none does.
-static int largest_batch(const struct options *o, const struct parallel *p, size_t room) {
-    int fits = 0, fails = o->batch;
-    while (fails - fits > 1) {
-        int middle = fits + (fails - fits) / 2;
-        struct plan plan;
-        count_batch(&plan, o, p, middle);
-        if (batch_bytes(&plan) <= room)
-            fits = middle;
+const char *plan_real_name(void) {
+    return sizeof(real) == 2 ? "BF16" : sizeof(real) == sizeof(float) ? "FP32" : "FP64";
+}
+
+// ---- does it fit? ----
+
+// The memory that a plan is compared with.
+struct room {
+    size_t bytes; // 0: not known
+    int ranks;    // that share it
+    const char *name, *holder;
+};
+
+static struct room room_of(const struct options *o, int ranks_here) {
+    if (o->memory > 0) return (struct room){(size_t)(o->memory * (1 << 30)), 1, "--memory", "--memory says"};
+    if (!device_memory_is_shared()) return (struct room){device_memory_bytes(), 1, "this GPU", "this GPU has"};
+    return (struct room){device_memory_bytes(), ranks_here ? ranks_here : 1, "this machine", "this machine has"};
+}
+
+static bool fits(const struct options *o, const struct parallel *p, const struct room *room) {
+    struct plan plan;
+    count_state(&plan, &o->model, p);
+    count_batch(&plan, o, p, o->batch);
+    return state_bytes(&plan) + batch_bytes(&plan) <= room->bytes / (size_t)room->ranks;
+}
+
+// The largest --batch below the one that does not fit; 0 if none does.
+static int largest_batch(struct options o, const struct parallel *p, const struct room *room) {
+    int good = 0, bad = o.batch;
+    while (bad - good > 1) {
+        o.batch = good + (bad - good) / 2;
+        if (fits(&o, p, room))
+            good = o.batch;
         else
-            fails = middle;
+            bad = o.batch;
     }
-    return fits;
+    return good;
+}
+
+// The same for --layers, of which the dense ones stay.
+static int largest_layers(struct options o, const struct parallel *p, const struct room *room) {
+    int none = o.model.dense_layers > 0 ? o.model.dense_layers - 1 : 0, good = none, bad = o.model.layers;
+    while (bad - good > 1) {
+        o.model.layers = good + (bad - good) / 2;
+        if (fits(&o, p, room))
+            good = o.model.layers;
+        else
+            bad = o.model.layers;
+    }
+    return good > none ? good : 0;
+}
+
+static void print_ways_out(FILE *file, const struct options *o, const struct parallel *p, const struct room *room) {
+    static const char *const names[] = {"none", "moe", "block"};
+    struct options less = *o;
+    int layers = largest_layers(less, p, room);
+    for (int level = o->moe.recompute + 1; level <= RECOMPUTE_BLOCK; level++) {
+        less.moe.recompute = (enum recompute)level;
+        if (!fits(&less, p, room)) continue;
+        fprintf(file, "  With --recompute %s it fits.\n", names[level]);
+        break;
+    }
+    if (layers) fprintf(file, "  The largest --layers that fits: %d\n", layers);
+}
+
+static void print_misfit(FILE *file, const struct plan *plan, const struct options *o, const struct parallel *p,
+                         const struct room *room) {
+    size_t memory = room->bytes / (size_t)room->ranks, state = state_bytes(plan);
+    int batch = state > memory ? 0 : largest_batch(*o, p, room);
+    if (state > memory)
+        fprintf(file, "  It does not fit: weights and optimizer state alone are %.1f times as much.\n",
+                (double)state * room->ranks / (double)room->bytes);
+    else if (batch)
+        fprintf(file, "  It does not fit with --batch %d; --batch %d does.\n", o->batch, batch);
+    else
+        fprintf(file, "  It does not fit: one sequence of --seq %d is already too long.\n", o->seq);
+    print_ways_out(file, o, p, room);
+}
+
+// Buffers that grow with the rows that arrive.
+static bool moe_grows(const struct options *o, const struct parallel *p) {
+    return model_moe_blocks(&o->model) > 0 && o->moe.kind == MOE_ALLTOALL && p->ep > 1;
 }
 
 static void print_verdict(FILE *file, const struct plan *plan, const struct options *o, const struct parallel *p,
                           int ranks_here) {
-    size_t memory = device_memory_bytes(), here = ranks_here ? (size_t)ranks_here : 1, state = state_bytes(plan);
+    struct room room = room_of(o, ranks_here);
     char label[64];
-    snprintf(label, sizeof label, "all of the %zu ranks here", here);
-    if (here > 1) plan_print_bytes(file, label, (double)plan->total_bytes * (double)here);
-    plan_print_bytes(file, "this machine has", (double)memory);
-    if (!ranks_here)
-        fprintf(file, "  The %d rank%s of --ranks %s not here: one of them is compared with this machine.\n", p->ranks,
-                p->ranks == 1 ? "" : "s", p->ranks == 1 ? "is" : "are");
-    if (plan->total_bytes <= memory / here) {
+    snprintf(label, sizeof label, "all of the %d ranks here", room.ranks);
+    if (room.ranks > 1) plan_print_bytes(file, label, (double)plan->total_bytes * room.ranks);
+    if (o->memory > 0 && sizeof(real) != 2)
+        fprintf(file, "  This program computes in %s. Plans for GPUs come from one that is built for them.\n",
+                plan_real_name());
+    if (room.bytes == 0) {
+        fprintf(file, "  What memory a rank has is not known here: say it by --memory.\n");
+        return;
+    }
+    plan_print_bytes(file, room.holder, (double)room.bytes);
+    if (!ranks_here && o->memory == 0)
+        fprintf(file, "  The %d rank%s of --ranks %s not here: one of them is compared with %s.\n", p->ranks,
+                p->ranks == 1 ? "" : "s", p->ranks == 1 ? "is" : "are", room.name);
+    if (plan->total_bytes > room.bytes / (size_t)room.ranks)
+        print_misfit(file, plan, o, p, &room);
+    else if (device_memory_is_shared())
         fprintf(file,
                 "  It fits. Not counted: the program and its libraries, data, a checkpoint while it is written.\n");
-    } else if (state > memory / here) {
-        fprintf(file, "  It does not fit: weights and optimizer state alone are %.1f times this machine's memory.\n",
-                (double)state * (double)here / (double)memory);
-    } else {
-        int fits = largest_batch(o, p, memory / here - state);
-        if (fits)
-            fprintf(file, "  It does not fit with --batch %d; --batch %d does.\n", o->batch, fits);
-        else
-            fprintf(file, "  It does not fit: one sequence of --seq %d is already too long.\n", o->seq);
-    }
+    else
+        fprintf(file, "  It fits.%s\n", moe_grows(o, p) ? " Not counted: what routes take that are less even." : "");
 }
+
+void plan_check_memory(const struct options *o, const struct parallel *parallel, int ranks_here) {
+    struct plan plan;
+    struct room room = room_of(o, ranks_here);
+    const double gib = 1 << 30;
+    plan_make(&plan, o, parallel);
+    if (room.bytes == 0 || plan.total_bytes <= room.bytes / (size_t)room.ranks) return;
+    fail_user(
+        "memory",
+        "found %.2f GiB (%s), wanted %.2f GiB for %d rank%s; see --plan, lower --batch, --seq or the model's sizes, "
+        "or try --recompute%s",
+        (double)room.bytes / gib, room.name, (double)plan.total_bytes * room.ranks / gib, room.ranks,
+        room.ranks == 1 ? "" : "s", room.ranks == 1 ? "" : ", or start fewer ranks here");
+}
+
+void plan_print_used(FILE *file, size_t planned, size_t used) {
+    const double gib = 1 << 30;
+    if (used == 0) return;
+    fprintf(file, "memory: planned %.2f GiB, used %.2f GiB (%.1f %%)\n", (double)planned / gib, (double)used / gib,
+            100 * (double)used / (double)planned);
+}
+
+// ---- printing: all ----
 
 static int compare_rows(const void *a, const void *b) {
     size_t x = ((const struct activation_row *)a)->bytes, y = ((const struct activation_row *)b)->bytes;
@@ -202,7 +302,7 @@ static int compare_rows(const void *a, const void *b) {
 
 void plan_print_activations(FILE *file, const struct options *o, const struct parallel *parallel) {
     struct activation_table table;
-    activations_tabulate(&table, &o->model, o->batch, o->seq, true, moe_header_bytes(&o->model, &o->moe, parallel->ep));
+    activations_tabulate(&table, &o->model, use_of(o, parallel, o->batch));
     qsort(table.rows, (size_t)table.count, sizeof *table.rows, compare_rows);
     fprintf(file, "Activation buffers of a rank (kept by a block from forward to backward, or shared by all)\n");
     for (int i = 0; i < table.count; i++) {
@@ -210,19 +310,6 @@ void plan_print_activations(FILE *file, const struct options *o, const struct pa
         snprintf(label, sizeof label, "%-20s x %d", table.rows[i].name, table.rows[i].copies);
         plan_print_bytes(file, label, (double)table.rows[i].bytes);
     }
-}
-
-void plan_check_memory(const struct options *o, const struct parallel *parallel, int ranks_here) {
-    struct plan plan;
-    plan_make(&plan, o, parallel);
-    size_t memory = device_memory_bytes(), here = (size_t)ranks_here;
-    if (plan.total_bytes > memory / here)
-        fail_user(
-            "memory",
-            "found %.2f GiB on this machine, wanted %.2f GiB for %d rank%s; see --plan, lower --batch, --seq or the "
-            "model's sizes%s",
-            (double)memory / (1 << 30), (double)plan.total_bytes * ranks_here / (1 << 30), ranks_here,
-            ranks_here == 1 ? "" : "s", ranks_here == 1 ? "" : ", or start fewer ranks on it");
 }
 
 static void print_parameters(FILE *file, const struct plan *plan) {
@@ -250,9 +337,11 @@ static void print_memory(FILE *file, const struct plan *plan, const struct optio
     snprintf(label, sizeof label, "activations of %d x %d", o->batch, o->seq);
     plan_print_bytes(file, label, (double)plan->activation_bytes);
     if (plan->symmetric_bytes) plan_print_bytes(file, "symmetric memory", (double)plan->symmetric_bytes);
-    bool grows = o->moe.kind == MOE_ALLTOALL && p->ep > 1; // with the rows that arrive
     if (plan->moe_bytes)
-        plan_print_bytes(file, grows ? "MoE layers' own, balanced" : "MoE layers' own", (double)plan->moe_bytes);
+        plan_print_bytes(file, moe_grows(o, p) ? "MoE layers' own, 1/8 spare" : "MoE layers' own",
+                         (double)plan->moe_bytes);
+    if (plan->scratch_bytes) plan_print_bytes(file, "scratch of operations", (double)plan->scratch_bytes);
+    if (plan->library_bytes) plan_print_bytes(file, "driver and libraries, about", (double)plan->library_bytes);
     plan_print_bytes(file, "all", (double)plan->total_bytes);
 }
 

@@ -26,7 +26,9 @@ struct plan {
     size_t master_bytes, moment_bytes;   // its shards (model/sharding.h), accum each
     size_t activation_bytes;             // of one micro-batch
     size_t symmetric_bytes;              // the activations that other ranks reach; 0: none
-    size_t moe_bytes;                    // the MoE layers' own; with --moe alltoall, for balanced routes
+    size_t moe_bytes;     // the MoE layers' own; with --moe alltoall, for routes that are nearly balanced
+    size_t scratch_bytes; // what operations need beside their arguments
+    size_t library_bytes; // of driver and libraries, estimated
     size_t total_bytes;
 
     // Floating-point operations of one training token, MTP included: forward, gradients of activations and of weights,
@@ -42,16 +44,23 @@ void plan_count(struct plan *plan, const struct config *c);
 
 double plan_flops_per_token(const struct config *c, int seq);
 
-// Parameters by kind, memory of a rank beside what this machine has, operations per token and per optimizer step.
-// ranks_here: how many ranks of the job share this machine's memory; 0: the job is not here, and one rank is compared.
+// Parameters by kind, memory of a rank beside what there is here or --memory says, operations per token and per optimizer
+// step. ranks_here: how many ranks of the job are on this machine; 0: the job is not here, and one rank is compared.
 void plan_print(FILE *file, const struct options *o, const struct parallel *parallel, int ranks_here);
 
-// Ends the program (exit 2) when the ranks on this machine need more memory than it has: an operating system may promise
-// more than there is and kill the run later.
+// Ends the program (exit 2) when the ranks on this machine need more memory than it has, or a rank more than its GPU: an
+// operating system may promise more than there is and kill the run later.
 void plan_check_memory(const struct options *o, const struct parallel *parallel, int ranks_here);
+
+// What a run took beside what was planned for it, which tests compare: "memory: planned 1.00 GiB, used 1.01 GiB (101.0 %)".
+// Nothing where used is 0: not known.
+void plan_print_used(FILE *file, size_t planned, size_t used);
 
 // Every buffer of a forward and backward pass of a rank over one micro-batch, largest first.
 void plan_print_activations(FILE *file, const struct options *o, const struct parallel *parallel);
+
+// The numbers that activations are made of: "BF16".
+const char *plan_real_name(void);
 
 // One line of a plan: "  label     12.5 MiB".
 void plan_print_bytes(FILE *file, const char *label, double bytes);

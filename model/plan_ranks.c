@@ -71,15 +71,17 @@ static void count_rank(struct rank_load *load, const struct routes *r, int rank)
 }
 
 // Of the plan of one rank: its own load, and what it takes from the others in loads [ranks].
-static void count_plan(struct rank_load *loads, const struct mok_shape *s, const struct mok_plan *p) {
+static void count_plan(struct rank_load *loads, const struct mok_shape *s, const struct mok_plan *p,
+                       enum recompute recompute) {
     struct rank_load *mine = &loads[p->rank];
     for (int e = 0; e < p->experts; e++) mine->rows += p->expert_rows[e];
     mine->padding = (int64_t)p->blocks * MOK_BLOCK_ROWS - mine->rows;
     mine->macrobatches = mok_macrobatches(s, p);
     mine->tasks_forward = mok_task_total(s, p, MOK_FORWARD);
     mine->tasks_backward = mok_task_total(s, p, MOK_BACKWARD);
+    if (recompute == RECOMPUTE_BLOCK) mine->tasks_backward += mine->tasks_forward;
     for (int block = 0; block < p->blocks; block++) {
-        bool replayed = mok_is_replayed(mok_macrobatch_of(s, block));
+        bool replayed = mok_is_replayed(s, mok_macrobatch_of(s, block));
         const struct mok_row *row = p->rows + (size_t)block * MOK_BLOCK_ROWS;
         for (int i = 0; i < MOK_BLOCK_ROWS; i++) {
             if (row[i].source < 0 || row[i].source == p->rank) continue;
@@ -100,7 +102,8 @@ static void count_shown(struct rank_load *loads, int ranks) {
 }
 
 // Every rank reads all ids, and makes its plan.
-static void plan_mok(struct rank_load *loads, const struct routes *r, const struct mok_shape *s) {
+static void plan_mok(struct rank_load *loads, const struct routes *r, const struct mok_shape *s,
+                     enum recompute recompute) {
     struct mok_plan plan;
     mok_plan_alloc(&plan, s);
     for (int rank = 0; rank < r->ranks; rank++) {
@@ -111,7 +114,7 @@ static void plan_mok(struct rank_load *loads, const struct routes *r, const stru
     for (int rank = 0; rank < r->ranks; rank++) {
         struct mok_group group = {.rank = rank, .ranks = r->ranks, .base = r->base};
         mok_plan_make(&plan, s, &group, ids_of(r, rank), (const accum *)(r->base[rank] + r->gates));
-        count_plan(loads, s, &plan);
+        count_plan(loads, s, &plan, recompute);
     }
     mok_plan_free(&plan);
     count_shown(loads, r->ranks);
@@ -154,8 +157,9 @@ static int count_groups(const struct options *o, const struct parallel *p) {
 void plan_ranks_make(struct plan_ranks *plan, const struct options *o, const struct parallel *parallel) {
     int ep = parallel->ep, groups = count_groups(o, parallel);
     enum moe_route route = o->moe.route == ROUTE_LEARNED ? ROUTE_BALANCED : o->moe.route;
-    struct mok_shape shape = shape_of(o, parallel);
+    struct mok_shape shape = {0};
     struct routes routes;
+    if (o->moe.kind == MOE_MOK) shape = shape_of(o, parallel);
     *plan = (struct plan_ranks){.route = route, .groups = groups, .ranks = groups * ep};
     plan->loads = alloc((size_t)plan->ranks, sizeof *plan->loads);
     routes_open(&routes, o, ep);
@@ -164,7 +168,7 @@ void plan_ranks_make(struct plan_ranks *plan, const struct options *o, const str
         routes_fill(&routes, o, parallel, route, group);
         for (int rank = 0; rank < ep; rank++) count_rank(&loads[rank], &routes, rank);
         if (o->moe.kind == MOE_MOK)
-            plan_mok(loads, &routes, &shape);
+            plan_mok(loads, &routes, &shape, o->moe.recompute);
         else
             plan_alltoall(loads, &routes);
     }
@@ -248,27 +252,37 @@ struct transfer {
     const char *name;
     bool backward;
     enum way way;
-    bool row; // of H numbers; else one number
+    bool row;                 // of H numbers; else one number
+    enum recompute recompute; // the level that makes it necessary; none: always there
 };
 
 static const struct transfer mok_transfers[] = {
-    {"ids, for the plan", false, TO_EVERYBODY, false},
-    {"gates, for the plan", false, TO_EXPERTS, false},
-    {"x, pulled", false, TO_EXPERTS, true},
-    {"y, pushed", false, TO_TOKENS, true},
-    {"dy, pulled", true, TO_EXPERTS, true},
-    {"x, pulled again", true, TO_EXPERTS_AGAIN, true},
-    {"dx, pushed", true, TO_TOKENS, true},
-    {"gate gradients, pushed", true, TO_TOKENS, false},
+    {"ids, for the plan", false, TO_EVERYBODY, false, RECOMPUTE_NONE},
+    {"gates, for the plan", false, TO_EXPERTS, false, RECOMPUTE_NONE},
+    {"x, pulled", false, TO_EXPERTS, true, RECOMPUTE_NONE},
+    {"y, pushed", false, TO_TOKENS, true, RECOMPUTE_NONE},
+    {"dy, pulled", true, TO_EXPERTS, true, RECOMPUTE_NONE},
+    {"x, pulled again", true, TO_EXPERTS_AGAIN, true, RECOMPUTE_NONE},
+    {"dx, pushed", true, TO_TOKENS, true, RECOMPUTE_NONE},
+    {"gate gradients, pushed", true, TO_TOKENS, false, RECOMPUTE_NONE},
+    {"ids, again", true, TO_EVERYBODY, false, RECOMPUTE_BLOCK},
+    {"gates, again", true, TO_EXPERTS, false, RECOMPUTE_BLOCK},
+    {"x, again", true, TO_EXPERTS, true, RECOMPUTE_BLOCK},
+    {"y, again", true, TO_TOKENS, true, RECOMPUTE_BLOCK},
 };
 static const struct transfer alltoall_transfers[] = {
-    {"counts", false, TO_EVERYBODY, false},
-    {"gates, sent", false, TO_EXPERTS, false},
-    {"x, sent", false, TO_EXPERTS, true},
-    {"y, sent back", false, TO_TOKENS, true},
-    {"dy, sent", true, TO_EXPERTS, true},
-    {"dx, sent back", true, TO_TOKENS, true},
-    {"gate gradients, sent back", true, TO_TOKENS, false},
+    {"counts", false, TO_EVERYBODY, false, RECOMPUTE_NONE},
+    {"gates, sent", false, TO_EXPERTS, false, RECOMPUTE_NONE},
+    {"x, sent", false, TO_EXPERTS, true, RECOMPUTE_NONE},
+    {"y, sent back", false, TO_TOKENS, true, RECOMPUTE_NONE},
+    {"dy, sent", true, TO_EXPERTS, true, RECOMPUTE_NONE},
+    {"dx, sent back", true, TO_TOKENS, true, RECOMPUTE_NONE},
+    {"gate gradients, sent back", true, TO_TOKENS, false, RECOMPUTE_NONE},
+    {"x, sent again", true, TO_EXPERTS, true, RECOMPUTE_MOE},
+    {"counts, again", true, TO_EVERYBODY, false, RECOMPUTE_BLOCK},
+    {"gates, again", true, TO_EXPERTS, false, RECOMPUTE_BLOCK},
+    {"x, again", true, TO_EXPERTS, true, RECOMPUTE_BLOCK},
+    {"y, again", true, TO_TOKENS, true, RECOMPUTE_BLOCK},
 };
 
 // Bytes that come to a rank and leave it.
@@ -291,6 +305,10 @@ static struct traffic traffic_of(const struct rank_load *l, const struct transfe
     }
 }
 
+static bool is_there(const struct transfer *t, const struct options *o) {
+    return t->recompute == RECOMPUTE_NONE || t->recompute == o->moe.recompute;
+}
+
 // The most of any rank of the transfers first .. end - 1 together.
 static struct traffic most_traffic(const struct plan_ranks *plan, const struct transfer *first,
                                    const struct transfer *end, const struct options *o, int ep) {
@@ -298,6 +316,7 @@ static struct traffic most_traffic(const struct plan_ranks *plan, const struct t
     for (int rank = 0; rank < plan->ranks; rank++) {
         struct traffic sum = {0, 0};
         for (const struct transfer *t = first; t < end; t++) {
+            if (!is_there(t, o)) continue;
             struct traffic part = traffic_of(&plan->loads[rank], t, o, ep);
             sum.in += part.in;
             sum.out += part.out;
@@ -316,6 +335,7 @@ static void print_pass(FILE *file, const struct plan_ranks *plan, const struct t
                        const struct transfer *end, const struct options *o, int ep) {
     for (const struct transfer *t = first; t < end; t++) {
         char label[64];
+        if (!is_there(t, o)) continue;
         snprintf(label, sizeof label, "  %s", t->name);
         print_traffic(file, label, most_traffic(plan, t, t + 1, o, ep));
     }
@@ -351,7 +371,8 @@ static double piece_bytes(double bytes) {
 }
 
 static void print_symmetric_memory(FILE *file, const struct options *o, int ep) {
-    double layers = model_moe_blocks(&o->model), tokens = (double)o->batch * o->seq, routes = tokens * o->model.top_k;
+    double layers = o->moe.recompute == RECOMPUTE_BLOCK ? 1 : model_moe_blocks(&o->model);
+    double tokens = (double)o->batch * o->seq, routes = tokens * o->model.top_k;
     double row = sizeof(real) * (double)o->model.hidden;
     const struct {
         const char *name;
@@ -377,9 +398,11 @@ static void print_symmetric_memory(FILE *file, const struct options *o, int ep) 
 
 static void print_mok_memory(FILE *file, const struct options *o, const struct parallel *p) {
     struct mok_shape s = shape_of(o, p);
-    double layers = model_moe_blocks(&o->model), all = (double)moe_mok_bytes(&o->model, &s, true);
-    double rows = layers * (double)s.ring_rows * sizeof(real) * ((double)s.hidden + 2.0 * s.intermediate);
-    double tables = layers * (double)mok_plan_bytes(&s);
+    enum recompute recompute = o->moe.recompute;
+    double all = (double)moe_mok_bytes(&o->model, &s, true, recompute);
+    double rows = model_kept_rows(&o->model, true, recompute) * (double)s.ring_rows * sizeof(real) *
+                  ((double)s.hidden + 2.0 * s.intermediate);
+    double tables = model_kept_routes(&o->model, true, recompute) * (double)mok_plan_bytes(&s);
     print_rows(file, "minibatch, rows", (size_t)s.minibatch_rows);
     print_rows(file, "ring, rows", (size_t)s.ring_rows);
     print_rows(file, "room of the table, rows", mok_capacity_rows(&s));
@@ -407,8 +430,7 @@ static void print_heading(FILE *file, const struct plan_ranks *plan, const struc
                           const struct parallel *p) {
     fprintf(file, "Experts on %d rank%s: EP %d x DP %d, --moe %s\n", p->ranks, p->ranks == 1 ? "" : "s", p->ep, p->dp,
             o->moe.kind == MOE_MOK ? "mok" : "alltoall");
-    fprintf(file, "  One layer and micro-batch in %s, --route %s%s.\n", sizeof(real) == sizeof(float) ? "FP32" : "FP64",
-            route_name(plan->route),
+    fprintf(file, "  One layer and micro-batch in %s, --route %s%s.\n", plan_real_name(), route_name(plan->route),
             o->moe.route == ROUTE_LEARNED ? " (what a router learns is less even)"
             : plan->route == ROUTE_W7     ? " (a burst)"
                                           : "");

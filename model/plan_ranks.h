@@ -13,14 +13,14 @@ struct rank_load {
     int experts, tokens;
     int64_t rows; // routes to its experts
     // Of its rows those of other ranks' tokens, and routes of its tokens to experts of other ranks; replayed: those of them
-    // whose x is pulled again in backward.
+    // whose x is pulled again in backward by a replay.
     int64_t from_others, to_others;
     int64_t replayed_from_others, replayed_to_others;
     int64_t shown, seen; // numbers that every other rank reads here, and that this one reads of all others
     // of the megakernel
     int64_t padding; // rows that only fill up row blocks
     int macrobatches;
-    int tasks_forward, tasks_backward;
+    int tasks_forward, tasks_backward; // with RECOMPUTE_BLOCK backward begins with forward's
 };
 
 struct plan_ranks {

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/bf16.h"
 #include "kernels/fail.h"
 
 const char *const safetensors_type_names[SAFETENSORS_TYPES] = {
@@ -79,6 +80,16 @@ bool safetensors_begin(struct safetensors_writer *w, const char *path, struct sa
     if (!written && w->file) fclose(w->file);
     free(header);
     return written;
+}
+
+// From the front: element i is written at 2i and was read from 4i, which is never below it.
+void safetensors_bf16_from_f32(uint16_t *out, const float *values, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        float value;
+        memcpy(&value, (const char *)values + i * sizeof value, sizeof value);
+        uint16_t half = bf16_from_float(value);
+        memcpy((char *)out + i * sizeof half, &half, sizeof half);
+    }
 }
 
 bool safetensors_append(struct safetensors_writer *w, const void *data, size_t bytes, char *error, size_t error_size) {
@@ -273,7 +284,7 @@ bool safetensors_read_f32(const struct safetensors *s, const struct safetensors_
     for (uint64_t i = 0; size == 2 && i < count; i++) {
         uint16_t bits;
         memcpy(&bits, raw + 2 * i, sizeof bits);
-        out[i] = t->type == SAFETENSORS_BF16 ? float_from_bits((uint32_t)bits << 16) : float_from_half(bits);
+        out[i] = t->type == SAFETENSORS_BF16 ? bf16_to_float(bits) : float_from_half(bits);
     }
     return true;
 }

@@ -38,6 +38,8 @@ struct safetensors_writer {
 // Creates the file and writes the header. Names may not hold characters that JSON escapes.
 bool safetensors_begin(struct safetensors_writer *w, const char *path, struct safetensors_tensor *list, int count,
                        char *error, size_t error_size);
+// out [n] = values [n], rounded to nearest even; they may begin at the same address.
+void safetensors_bf16_from_f32(uint16_t *out, const float *values, size_t n);
 bool safetensors_append(struct safetensors_writer *w, const void *data, size_t bytes, char *error, size_t error_size);
 // On disk on return. To be called after a failed append too, since it closes the file.
 bool safetensors_finish(struct safetensors_writer *w, char *error, size_t error_size);

@@ -51,12 +51,12 @@ static void scratch_free(struct scratch *s) {
 // ---- writing ----
 
 static void add_tensor(struct safetensors_tensor *list, int *count, const char *name, const char *suffix,
-                       const uint64_t *shape, int rank) {
+                       enum safetensors_type type, const uint64_t *shape, int rank) {
     struct safetensors_tensor *t = &list[(*count)++];
     char *full = malloc(NAME);
     if (!full) fail_internal("checkpoint", "no memory for a tensor's name");
     snprintf(full, NAME, "%s%s", name, suffix);
-    *t = (struct safetensors_tensor){.name = full, .type = SAFETENSORS_F32, .rank = rank};
+    *t = (struct safetensors_tensor){.name = full, .type = type, .rank = rank};
     memcpy(t->shape, shape, (size_t)rank * sizeof *shape);
 }
 
@@ -71,12 +71,14 @@ static struct safetensors_tensor *list_shard(int block, const struct config *c, 
         if (p->list[i].block != block) continue;
         uint64_t shape[2];
         int rank = param_shape(&p->list[i], shape);
-        for (int a = 0; a < array_count; a++) add_tensor(list, count, p->list[i].name, arrays[a].suffix, shape, rank);
+        for (int a = 0; a < array_count; a++)
+            add_tensor(list, count, p->list[i].name, arrays[a].suffix,
+                       arrays[a].bf16 ? SAFETENSORS_BF16 : SAFETENSORS_F32, shape, rank);
     }
     if (with_bias) {
         char name[NAME];
         bias_name(name, block);
-        add_tensor(list, count, name, "", &(uint64_t){(uint64_t)c->experts}, 1);
+        add_tensor(list, count, name, "", SAFETENSORS_F32, &(uint64_t){(uint64_t)c->experts}, 1);
     }
     return list;
 }
@@ -153,8 +155,11 @@ static bool append_params(struct safetensors_writer *file, struct writing *w, in
         for (int a = 0; written && p->list[i].block == block && a < array_count; a++) {
             collect_param(w->spread, &w->layout, i, &arrays[a], w->scratch.memory);
             params_export(w->scratch.file, w->scratch.memory, &p->list[i]);
-            size_t bytes = param_size(&p->list[i]) * sizeof *w->scratch.file;
-            written = safetensors_append(file, w->scratch.file, bytes, error, error_size);
+            size_t n = param_size(&p->list[i]);
+            void *data = w->scratch.file;
+            if (arrays[a].bf16) safetensors_bf16_from_f32(data, w->scratch.file, n);
+            written = safetensors_append(file, data, n * (arrays[a].bf16 ? sizeof(uint16_t) : sizeof(float)), error,
+                                         error_size);
         }
     return written;
 }
@@ -200,15 +205,15 @@ bool shards_write(const char *folder, const char *stem, const struct spread *spr
     return written;
 }
 
-bool shards_write_index(const char *folder, const struct config *c, const struct params *p, char *error,
+bool shards_write_index(const char *folder, const struct config *c, const struct params *p, bool bf16, char *error,
                         size_t error_size) {
     struct cJSON *index = cJSON_CreateObject();
     struct cJSON *metadata = cJSON_AddObjectToObject(index, "metadata");
     struct cJSON *map = cJSON_AddObjectToObject(index, "weight_map");
     char file[NAME], name[NAME], path[FILE_PATH];
     int moe_blocks = config_blocks(c) - c->dense_layers;
-    size_t elements = params_total(p) + (size_t)moe_blocks * (size_t)c->experts;
-    file_json_add_integer(metadata, "total_size", elements * sizeof(float));
+    size_t biases = (size_t)moe_blocks * (size_t)c->experts * sizeof(float);
+    file_json_add_integer(metadata, "total_size", params_total(p) * (bf16 ? sizeof(uint16_t) : sizeof(float)) + biases);
     for (int i = 0; i < p->count; i++) {
         shard_name(file, "model", shard_of_block(p->list[i].block), shards_count(c));
         cJSON_AddStringToObject(map, p->list[i].name, file);

@@ -19,24 +19,27 @@ struct spread {
 };
 
 // A flat device array whose tensors are called NAME + suffix in a file: weights [params->size] or values
-// [sharding->size]. Writing takes weights, or values when weights is NULL; reading fills both that are not NULL.
+// [sharding->size]. Writing takes weights, or values when weights is NULL, and writes them in F32, or in BF16; reading fills
+// both that are not NULL.
 struct shard_array {
     const char *suffix;
     real *weights;
     accum *values;
+    bool bf16;
 };
 
 static inline int shards_count(const struct config *c) { return 1 + config_blocks(c); }
 
 // Writes folder/STEM-00001-of-000NN.safetensors and so on, on rank 0 of the job, while every other rank gives it what it
 // lacks by shards_send with the same arrays: one tensor after the other, of which no rank ever has more than one in host
-// memory. bias [MoE blocks, experts] in device memory goes into the files of the MoE blocks; NULL leaves it out.
+// memory. bias [MoE blocks, experts] in device memory goes into the files of the MoE blocks, always in F32; NULL leaves it
+// out.
 bool shards_write(const char *folder, const char *stem, const struct spread *spread, const struct shard_array *arrays,
                   int array_count, const accum *bias, char *error, size_t error_size);
 void shards_send(const struct spread *spread, const struct shard_array *arrays, int array_count);
 
-// Writes folder/model.safetensors.index.json: which file of stem "model" has which weight or bias.
-bool shards_write_index(const char *folder, const struct config *c, const struct params *p, char *error,
+// Writes folder/model.safetensors.index.json: which file of stem "model" has which weight, in BF16 or F32, or bias.
+bool shards_write_index(const char *folder, const struct config *c, const struct params *p, bool bf16, char *error,
                         size_t error_size);
 
 // Several files read as one; used marks the tensors that were asked for.

@@ -11,6 +11,8 @@
 
 #include "data/files.h"
 #include "kernels/fail.h"
+#include "kernels/operation.h"
+#include "model/breakdown.h"
 
 // ---- a recorder ----
 
@@ -19,7 +21,7 @@ enum { CACHE_LINE = 64 };
 _Static_assert(sizeof(struct trace_track) % CACHE_LINE == 0, "tracks fill cache lines");
 
 void trace_open(struct trace *t, int workers, size_t events_per_track) {
-    *t = (struct trace){.block = -1, .track_count = TRACE_TRACK_WORKER + workers};
+    *t = (struct trace){.block = -1, .track_count = TRACE_TRACK_WORKER + workers + 1};
     size_t bytes = (size_t)t->track_count * sizeof *t->tracks;
     t->tracks = aligned_alloc(CACHE_LINE, bytes);
     if (!t->tracks) fail_internal("trace", "found no memory for %d tracks", t->track_count);
@@ -28,6 +30,8 @@ void trace_open(struct trace *t, int workers, size_t events_per_track) {
         struct trace_track *track = &t->tracks[i];
         if (i == TRACE_TRACK_STEP)
             strcpy(track->name, "step");
+        else if (i == trace_device_track(t))
+            strcpy(track->name, "device");
         else
             snprintf(track->name, sizeof track->name, "worker %d", i - TRACE_TRACK_WORKER);
         track->capacity = events_per_track;
@@ -40,7 +44,23 @@ void trace_open(struct trace *t, int workers, size_t events_per_track) {
 void trace_close(struct trace *t) {
     for (int i = 0; i < t->track_count; i++) free(t->tracks[i].events);
     free(t->tracks);
+    free(t->spans);
     *t = (struct trace){0};
+}
+
+void trace_take_spans(struct trace *t) {
+    for (size_t i = 0; i < t->span_count; i++) {
+        const struct trace_span *s = &t->spans[i];
+        struct trace_event event = {.begin = device_mark_seconds(s->begin),
+                                    .end = device_mark_seconds(s->end),
+                                    .name = s->name,
+                                    .block = s->block,
+                                    .expert = -1,
+                                    .phase = -1,
+                                    .first_row = -1};
+        trace_add(t, s->operation ? trace_device_track(t) : TRACE_TRACK_STEP, event);
+    }
+    t->span_count = 0;
 }
 
 // ---- the clocks of the ranks ----
@@ -175,8 +195,9 @@ static void put_string(struct writer *w, const char *text) {
 
 // ---- events ----
 
-static const char *category_of(int track, const char *name) {
+static const char *category_of(const struct trace *t, int track, const char *name) {
     if (track == TRACE_TRACK_STEP) return "step";
+    if (track == trace_device_track(t)) return "operation";
     if (strcmp(name, "pull") == 0 || strcmp(name, "push") == 0) return "move";
     return strcmp(name, "wait") == 0 ? "wait" : "compute";
 }
@@ -202,12 +223,12 @@ static void put_arguments(struct writer *w, const struct trace_event *e) {
 
 // In whole nanoseconds, begin and end rounded alike: what follows on something does not overlap with it, which viewers
 // would take for a call inside it.
-static void put_event(struct writer *w, const struct trace_event *e, int track, double origin) {
+static void put_event(struct writer *w, const struct trace *t, int track, const struct trace_event *e, double origin) {
     int64_t begin = llround(1e9 * (e->begin - origin)), duration = llround(1e9 * (e->end - origin)) - begin;
     put(w, ",\n{\"name\":");
     put_string(w, e->name);
-    put(w, ",\"cat\":\"%s\",\"ph\":\"X\",\"ts\":%.3f,\"dur\":%.3f,\"pid\":%d,\"tid\":%d", category_of(track, e->name),
-        1e-3 * (double)begin, 1e-3 * (double)duration, comm_rank(w->world), track);
+    put(w, ",\"cat\":\"%s\",\"ph\":\"X\",\"ts\":%.3f,\"dur\":%.3f,\"pid\":%d,\"tid\":%d",
+        category_of(t, track, e->name), 1e-3 * (double)begin, 1e-3 * (double)duration, comm_rank(w->world), track);
     put_arguments(w, e);
     put(w, "}");
 }
@@ -223,15 +244,16 @@ static void put_names(struct writer *w, const struct trace *t) {
         put(w, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":", rank, i);
         put_string(w, t->tracks[i].name);
         if (t->tracks[i].dropped) put(w, ",\"dropped\":%zu", t->tracks[i].dropped);
+        int place = i == 0 ? 0 : i == trace_device_track(t) ? 1 : i + 1; // "step", "device", then the workers
         put(w, "}},\n{\"name\":\"thread_sort_index\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"sort_index\":%d}}",
-            rank, i, i);
+            rank, i, place);
     }
 }
 
 static void put_rank(struct writer *w, const struct trace *t, double origin) {
     put_names(w, t);
     for (int i = 0; i < t->track_count; i++)
-        for (size_t e = 0; e < t->tracks[i].count; e++) put_event(w, &t->tracks[i].events[e], i, origin);
+        for (size_t e = 0; e < t->tracks[i].count; e++) put_event(w, t, i, &t->tracks[i].events[e], origin);
 }
 
 static void write_file(struct writer *w, const struct trace *t, double origin) {
@@ -303,16 +325,27 @@ void trace_open_run(struct run_trace *r, struct comm *world, const char *path, i
     r->step = done + TRACE_STEP < steps ? done + TRACE_STEP : steps;
 }
 
-void trace_begin_step(struct run_trace *r, int64_t step) { r->trace.on = *r->path && step == r->step; }
+void trace_begin_step(struct run_trace *r, int64_t step) {
+    if (!*r->path || step != r->step) return;
+    r->trace.on = true;
+    operation_trace = &r->trace;
+    r->begin = trace_mark(&r->trace);
+}
 
 void trace_end_step(struct run_trace *r) {
     if (!r->trace.on) return;
+    int end = trace_mark(&r->trace);
+    operation_trace = NULL;
     r->trace.on = false;
+    trace_take_spans(&r->trace);
+    double seconds = device_mark_seconds(end) - device_mark_seconds(r->begin);
+    device_clear_marks();
     int64_t events = trace_write(&r->trace, r->world, r->path);
     r->written = true;
     if (comm_rank(r->world) != 0) return;
     printf("trace of step %" PRId64 ": %s, %" PRId64 " events; draw it with scripts/plot_trace.py\n", r->step, r->path,
            events);
+    breakdown_print(stdout, &r->trace.tracks[trace_device_track(&r->trace)], r->step, seconds);
     fflush(stdout);
 }
 

@@ -149,11 +149,6 @@ static void sum_gradients(struct trainer *t) {
     comm_reduce_scatter(t->parallel->replicas, t->model.grads, t->sharding.expert_offsets);
 }
 
-static void gather_weights(struct trainer *t) {
-    comm_all_gather(t->parallel->world, t->model.weights, t->sharding.dense_offsets);
-    comm_all_gather(t->parallel->replicas, t->model.weights, t->sharding.expert_offsets);
-}
-
 static double shard_squares(const accum *values, const struct shard *s) {
     return device_sum_squares(values + s->begin, s->end - s->begin);
 }
@@ -168,37 +163,34 @@ static double gradient_norm(const struct trainer *t) {
 
 // ---- the step ----
 
-static struct losses pass_over_step(struct trainer *t, const struct step_totals *totals) {
+static void pass_over_step(struct trainer *t, const struct step_totals *totals) {
     const struct options *o = &t->options;
     size_t length = (size_t)window_length(o);
-    struct losses sums = {0};
     t->model.step = t->step;
     t->model.first_use = true;
     for (int64_t round = 0; round < t->share.rounds; round++) {
         int64_t first = round * o->batch;
         int rows = share_round(&t->share, round, o->batch);
         struct batch batch = {rows ? t->window + (size_t)first * length : NULL, rows, o->seq, t->share.first + first};
-        struct losses part = model_gradient(&t->model, batch, totals);
-        for (int k = 0; k <= o->model.mtp_depth; k++) sums.cross_entropy[k] += part.cross_entropy[k];
-        sums.balance += part.balance;
+        model_gradient(&t->model, batch, totals);
         t->model.first_use = false;
     }
-    return sums;
 }
 
 void trainer_accumulate(struct trainer *t, struct step_report *report) {
-    double begin = trace_now(t->model.trace);
+    int begin = trace_mark(t->model.trace);
     t->window = prefetch_take(t->prefetch, t->sequences + t->share.first, &report->data_seconds);
     struct step_totals totals = step_totals(t);
     // The first backward pass of the step stores the experts' gradients.
     device_zero(t->model.grads, sizeof(accum) * t->model.params.dense_size);
     device_zero(t->model.counts, sizeof(int64_t) * model_bias_size(&t->options.model));
     trace_add_phase(t->model.trace, "read data", -1, begin);
-    struct losses sums = pass_over_step(t, &totals);
-    begin = trace_now(t->model.trace);
+    pass_over_step(t, &totals);
+    begin = trace_mark(t->model.trace);
+    sum_gradients(t); // on its way before the host waits for the losses
+    struct losses sums = model_take_losses(&t->model);
     sum_losses(t, &sums);
     sum_counts(t);
-    sum_gradients(t);
     trace_add_phase(t->model.trace, "sum gradients", -1, begin);
     report_losses(t, report, sums, &totals);
     report_loads(t, report);
@@ -218,8 +210,9 @@ static int next_here(const struct params *p, int i) {
     return i;
 }
 
-// Matrices decay, norms do not; one call per stretch of neighbours that are treated alike.
-static void update_weights(struct trainer *t, struct adamw a, double weight_decay) {
+// What this rank keeps of one shard. Matrices decay, norms do not; one call per stretch of neighbours that are treated
+// alike.
+static void update_shard(struct trainer *t, const struct shard *shard, struct adamw a, double weight_decay) {
     const struct params *p = &t->model.params;
     for (int first = next_here(p, 0), last; first < p->count; first = last) {
         bool decay = p->list[first].decay;
@@ -227,9 +220,22 @@ static void update_weights(struct trainer *t, struct adamw a, double weight_deca
             last = next_here(p, last + 1);
         size_t offset = p->list[first].offset, size = (last < p->count ? p->list[last].offset : p->size) - offset;
         a.weight_decay = decay ? weight_decay : 0;
-        update_stretch(t, &t->sharding.dense, offset, size, a);
-        update_stretch(t, &t->sharding.experts, offset, size, a);
+        update_stretch(t, shard, offset, size, a);
     }
+}
+
+// The dense weights are on their way to the other ranks while the experts are updated.
+static void update_weights(struct trainer *t, struct adamw a, double weight_decay) {
+    real *weights = t->model.weights;
+    int begin = trace_mark(t->model.trace);
+    update_shard(t, &t->sharding.dense, a, weight_decay);
+    struct comm_exchange *dense = comm_all_gather_begin(t->parallel->world, weights, t->sharding.dense_offsets);
+    update_shard(t, &t->sharding.experts, a, weight_decay);
+    trace_add_phase(t->model.trace, "update weights", -1, begin);
+    begin = trace_mark(t->model.trace);
+    comm_all_gather(t->parallel->replicas, weights, t->sharding.expert_offsets);
+    comm_exchange_finish(dense);
+    trace_add_phase(t->model.trace, "gather weights", -1, begin);
 }
 
 void trainer_update(struct trainer *t, struct step_report *report) {
@@ -241,14 +247,9 @@ void trainer_update(struct trainer *t, struct step_report *report) {
     report->finite = isfinite(report->norm) && isfinite(report->loss);
     if (!report->finite) return;
 
-    double begin = trace_now(t->model.trace);
     double clip = o->clip > 0 && report->norm > o->clip ? o->clip / report->norm : 1;
     update_weights(t, (struct adamw){report->lr, o->beta1, o->beta2, o->adam_eps, 0, clip, t->step + 1},
                    o->weight_decay);
-    trace_add_phase(t->model.trace, "update weights", -1, begin);
-    begin = trace_now(t->model.trace);
-    gather_weights(t);
-    trace_add_phase(t->model.trace, "gather weights", -1, begin);
     for (int block = c->dense_layers; block < config_blocks(c); block++)
         router_update_bias(model_bias(&t->model, block), model_counts(&t->model, block), c->experts, c->bias_rate);
     t->step++;
@@ -321,5 +322,6 @@ struct checkpoint trainer_checkpoint(struct trainer *t) {
                                .step = t->step,
                                .sequences = t->sequences,
                                .tokens = t->tokens,
-                               .seed = t->options.seed};
+                               .seed = t->options.seed,
+                               .bf16 = sizeof(real) == sizeof(uint16_t)};
 }
