@@ -23,15 +23,6 @@ vector_unit() {
     esac
 }
 
-# The home of the CUDA toolkit: the first place that has bin/nvcc.
-cuda_home() {
-    in_path=$(command -v nvcc)
-    for home in "${CUDA_HOME:-}" "${in_path%/bin/nvcc}" /usr/local/cuda; do
-        [ -x "$home/bin/nvcc" ] && echo "$home" && return
-    done
-    return 1
-}
-
 echo "needed:"
 if probe_compiler; then
     # shellcheck disable=SC2086
@@ -80,18 +71,23 @@ else
     absent "clang" "no ${FUZZ_CC:-clang} that links with -fsanitize=fuzzer; 'make test-full' installs it"
 fi
 
-echo "for the GPU, later (this tree builds for the CPU only as yet):"
+echo "for the GPU:"
 if home=$(cuda_home); then
     found "CUDA" "$home/bin/nvcc, $("$home/bin/nvcc" --version | sed -n 's/.*\(release [0-9.]*\).*/\1/p')"
 else
     absent "CUDA" "no nvcc in CUDA_HOME, PATH or /usr/local/cuda"
 fi
+if probe_cublaslt "${home:-/usr/local/cuda}"; then
+    found "cuBLASLt" "a program links with -lcublasLt"
+else
+    absent "cuBLASLt" "no program links with -lcublasLt of the CUDA toolkit"
+fi
 if probe_nccl "${home:-/usr/local/cuda}" && version=$("$probe_dir/program" 2>/dev/null); then
     found "NCCL" "$((version / 10000)).$((version / 100 % 100)).$((version % 100))"
 else
-    absent "NCCL" "no program links with -lnccl and starts; NCCL_HOME=... says where it is"
+    absent "NCCL" "no program links with -lnccl, 2.28 or later, and starts; NCCL_HOME=... says where it is"
 fi
-if gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sort | uniq -c | sed 's/^ *//') && [ "$gpus" ]; then
+if gpus=$(gpu_names); then
     found "GPU" "$(echo "$gpus" | paste -sd , -)"
 else
     absent "GPU" "nvidia-smi names none"

@@ -75,7 +75,8 @@ def read_tracks(path):
             add_item(tracks, item)
     except (KeyError, TypeError, AttributeError) as error:
         fail(path, f"found an event without its fields ({error!r}); write the trace again with ./train --trace FILE")
-    return [tracks[key] for key in sorted(tracks)]
+    # Operations are in the table that ./train prints, and in Perfetto.
+    return [tracks[key] for key in sorted(tracks) if tracks[key].name != "device"]
 
 
 def add_item(tracks, item):
@@ -83,7 +84,7 @@ def add_item(tracks, item):
     if item["ph"] == "M" and item["name"] == "thread_name":
         track = tracks.setdefault(key, Track(*key))
         track.name, track.dropped = item["args"]["name"], item["args"].get("dropped", 0)
-    elif item["ph"] == "X":
+    elif item["ph"] == "X" and item["cat"] != "operation":
         layer = item.get("args", {}).get("layer")
         event = Event(item["ts"], item["ts"] + item["dur"], kind_of(item), item["cat"], layer)
         tracks.setdefault(key, Track(*key)).events.append(event)

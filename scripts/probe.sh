@@ -179,11 +179,37 @@ probe_mpi() {
     return 1
 }
 
-# The program prints NCCL's version as one number. $1: home of the CUDA toolkit, whose header nccl.h includes.
+# The home of the CUDA toolkit: the first place that has bin/nvcc.
+cuda_home() {
+    in_path=$(command -v nvcc)
+    for home in "${CUDA_HOME:-}" "${in_path%/bin/nvcc}" /usr/local/cuda; do
+        [ "$home" ] && [ -x "$home/bin/nvcc" ] && echo "$home" && return
+    done
+    return 1
+}
+
+# $1: home of the CUDA toolkit.
+probe_cublaslt() {
+    probe_builds "$CC" -I"$1/include" -L"$1/lib64" -lcublasLt -lcudart <<'END'
+#include <cublasLt.h>
+int main(void) { return cublasLtGetVersion() == 0; }
+END
+}
+
+# The GPUs that the driver shows, a line for each kind: "2 NVIDIA H200".
+gpu_names() {
+    gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sort | uniq -c | sed 's/^ *//') && [ "$gpus" ] &&
+        echo "$gpus"
+}
+
+# The program prints the version of NCCL, at least 2.28, as one number. $1: home of the CUDA toolkit, whose header nccl.h includes.
 probe_nccl() {
     probe_builds "$CC" ${NCCL_HOME:+-I"$NCCL_HOME/include" -L"$NCCL_HOME/lib"} -I"$1/include" -L"$1/lib64" -lnccl <<'END'
 #include <nccl.h>
 #include <stdio.h>
+#if NCCL_VERSION_CODE < NCCL_VERSION(2, 28, 0)
+#error "kernels can reach no symmetric memory"
+#endif
 int main(void) {
     int version = 0;
     return ncclGetVersion(&version) != ncclSuccess || printf("%d\n", version) < 0;
