@@ -274,7 +274,7 @@ static inline void sim_set_edges(struct sim *m) {
             for (int part = 0; part < m->parts[buffer]; part++) {
                 int cell = sim_cell(m, (enum sim_buffer)buffer, place, part);
                 int last = m->pass == MOK_FORWARD ? place : place + (blocks - 1 - place) / ring * ring;
-                bool kept = m->pass == MOK_BACKWARD && (buffer == SIM_X || buffer == SIM_GATE_UP);
+                bool kept = m->pass == MOK_BACKWARD && !m->s->replay && (buffer == SIM_X || buffer == SIM_GATE_UP);
                 m->before[cell] = (int16_t)(kept ? place + 1 : 0);
                 m->after[cell] = (int16_t)(last + 1);
             }

@@ -2,13 +2,13 @@
 # Runs cmocka programs one after the other: sh tests/run.sh PROGRAM... A word RANKS:PROGRAM starts so many ranks of it
 # by $MPIRUN; the first of them prints the results, the others write to standard error only.
 #
-# One line per program, the output of those that fail, and `N passed, N failed` as the last line; exit 1 if any failed.
-# A program that crashes, hangs, stops early or has no test counts as one failure more.
+# One line per program, its lines "# table: ...", the output of those that fail, and `N passed, N failed` as the last
+# line; exit 1 if any failed. A program that crashes, hangs, stops early or has no test counts as one failure more.
 set -u
 
 limit=${TEST_SECONDS:-600} # for one program
 export CMOCKA_MESSAGE_OUTPUT=TAP
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT-5000}" # waiting threads spin briefly: see device_start in kernels/cpu/device.c
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT-5000}" # waiting threads spin briefly: see kernels/threads.c
 
 if [ $# = 0 ]; then
     echo "tests/run.sh: found no program to run, wanted at least one: sh tests/run.sh PROGRAM..." >&2
@@ -93,6 +93,8 @@ for program; do
     if [ "$failed" -gt 0 ]; then
         grep -av '^ok [0-9]' "$log" | cat - "$log.errors" | sed 's/^/    /'
         [ "$problem" ] && echo "    => $problem"
+    else
+        sed -n 's/^# table: /    /p' "$log"
     fi
     all_passed=$((all_passed + passed)) all_failed=$((all_failed + failed)) all_skipped=$((all_skipped + skipped))
 done

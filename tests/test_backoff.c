@@ -5,7 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "kernels/cpu/backoff.h"
+#include "kernels/backoff.h"
 
 static void a_wait_counts_its_seconds(void **state) {
     (void)state;

@@ -402,7 +402,7 @@ static void one_bf16_file_of_another_program_loads_as_weights_but_is_no_state(vo
 
     // 16 bits are not what a run to be resumed has saved.
     struct shards files;
-    struct shard_array weights = {"", a.c.weights, NULL};
+    struct shard_array weights = {"", a.c.weights, NULL, false};
     struct spread whole = {&uneven, &a.params, &parallel_alone, NULL};
     char error[FILE_ERROR];
     assert_true(shards_open_index(&files, root, error, sizeof error));
@@ -412,6 +412,107 @@ static void one_bf16_file_of_another_program_loads_as_weights_but_is_no_state(vo
     assert_contains(error, "model.layers.1.mlp.gate.e_score_correction_bias: found BF16, wanted F32");
     shards_close(&files);
     model_free(&a);
+}
+
+static float rounded_to_bf16(float value) {
+    uint16_t half;
+    uint32_t bits;
+    safetensors_bf16_from_f32(&half, &value, 1);
+    bits = (uint32_t)half << 16;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static uint64_t bytes_of_weights(const char *index_path) {
+    char error[FILE_ERROR];
+    uint64_t bytes = 0;
+    struct cJSON *index = file_read_json(index_path, error, sizeof error);
+    const struct cJSON *metadata = cJSON_GetObjectItemCaseSensitive(index, "metadata");
+    assert_true(file_json_integer(cJSON_GetObjectItemCaseSensitive(metadata, "total_size"), &bytes));
+    cJSON_Delete(index);
+    return bytes;
+}
+
+static void assert_config_says(const char *config_path, const char *dtype) {
+    char error[FILE_ERROR];
+    struct cJSON *config = file_read_json(config_path, error, sizeof error);
+    assert_string_equal(cJSON_GetObjectItemCaseSensitive(config, "torch_dtype")->valuestring, dtype);
+    cJSON_Delete(config);
+}
+
+static enum safetensors_type type_of(const char *path, const char *tensor) {
+    struct safetensors file;
+    char error[FILE_ERROR];
+    if (!safetensors_open(&file, path, error, sizeof error)) fail_msg("%s", error);
+    const struct safetensors_tensor *t = safetensors_find(&file, tensor);
+    if (!t) fail_msg("%s: found no tensor %s", path, tensor);
+    enum safetensors_type type = t->type;
+    safetensors_close(&file);
+    return type;
+}
+
+// What a GPU saves: a model in BF16 with its biases in F32, beside a state in F32, which goes on anywhere.
+static void bf16_checkpoint_is_a_smaller_model_and_the_same_state(void **state) {
+    (void)state;
+    struct model a, b;
+    model_init(&a, &uneven);
+    model_init(&b, &uneven);
+    model_fill(&a, 21);
+    assert_int_equal(mkdir(at("f32"), 0777) | mkdir(at("bf16"), 0777), 0);
+    checkpoint_save(&a.c, at("f32"), 0);
+    a.c.bf16 = true;
+    checkpoint_save(&a.c, at("bf16"), 0);
+    assert_config_says(at("f32/step-00000100/config.json"), "float32");
+    assert_config_says(at("bf16/step-00000100/config.json"), "bfloat16");
+    uint64_t elements = params_total(&a.params), biases = 4 * BIASES;
+    assert_int_equal(bytes_of_weights(at("f32/step-00000100/model.safetensors.index.json")), 4 * elements + biases);
+    assert_int_equal(bytes_of_weights(at("bf16/step-00000100/model.safetensors.index.json")), 2 * elements + biases);
+    const char *third = "bf16/step-00000100/model-00003-of-00005.safetensors";
+    assert_int_equal(type_of(at(third), "model.layers.1.mlp.gate.weight"), SAFETENSORS_BF16);
+    assert_int_equal(type_of(at(third), "model.layers.1.mlp.gate.e_score_correction_bias"), SAFETENSORS_F32);
+    for (int shard = 1; shard <= 5; shard++) { // the state does not know of it
+        char name[80];
+        snprintf(name, sizeof name, "f32/step-00000100/state-%05d-of-00005.safetensors", shard);
+        size_t n, m;
+        char *left = read_bytes(at(name), &n);
+        snprintf(name, sizeof name, "bf16/step-00000100/state-%05d-of-00005.safetensors", shard);
+        char *right = read_bytes(at(name), &m);
+        assert_int_equal(n, m);
+        assert_memory_equal(left, right, n);
+        free(left);
+        free(right);
+    }
+
+    // Resumed: masters as they were, and weights that are rounded from them for this machine.
+    checkpoint_load_progress(at("bf16/step-00000100"), &b.c);
+    checkpoint_load_state(at("bf16/step-00000100"), &b.c);
+    assert_memory_equal(a.c.master, b.c.master, a.params.size * sizeof(accum));
+    assert_memory_equal(a.c.m, b.c.m, a.params.size * sizeof(accum));
+    assert_memory_equal(a.c.bias, b.c.bias, BIASES * sizeof(accum));
+    assert_memory_equal(a.c.weights, b.c.weights, a.params.size * sizeof(real));
+
+    // Begun from: weights and masters are what the file has.
+    checkpoint_load_weights(at("bf16/step-00000100"), &b.c);
+    for (int i = 0; i < a.params.count; i++)
+        for (size_t j = a.params.list[i].offset, end = j + param_size(&a.params.list[i]); j < end; j++) {
+            float wanted = rounded_to_bf16((float)a.c.weights[j]);
+            assert_true((float)b.c.weights[j] == wanted && (float)b.c.master[j] == wanted);
+        }
+    assert_memory_equal(a.c.bias, b.c.bias, BIASES * sizeof(accum));
+
+    // A model that has only 16 bits is the same in a second file.
+    b.c.bf16 = true;
+    assert_int_equal(mkdir(at("again"), 0777), 0);
+    checkpoint_save(&b.c, at("again"), 0);
+    size_t n, m;
+    char *left = read_bytes(at(third), &n),
+         *right = read_bytes(at("again/step-00000100/model-00003-of-00005.safetensors"), &m);
+    assert_int_equal(n, m);
+    assert_memory_equal(left, right, n);
+    free(left);
+    free(right);
+    model_free(&a);
+    model_free(&b);
 }
 
 static void config_is_read_from_a_checkpoint(void **state) {
@@ -450,6 +551,7 @@ int main(void) {
         TEST(index_names_files_of_its_folder_only),
         TEST(weights_load_without_the_mtp_modules),
         TEST(one_bf16_file_of_another_program_loads_as_weights_but_is_no_state),
+        TEST(bf16_checkpoint_is_a_smaller_model_and_the_same_state),
         TEST(config_is_read_from_a_checkpoint),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

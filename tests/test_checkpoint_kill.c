@@ -24,8 +24,9 @@ static void save(struct model *m, const char *folder, int64_t step) {
 // What a save does on a rank, up to the arrays of the state, or all of it but for agreeing to publish.
 static void save_in_part(struct model *m, bool state) {
     struct spread spread = {m->c.config, &m->params, &parallel, &m->sharding};
-    struct shard_array model = {"", m->c.weights, NULL};
-    struct shard_array rest[] = {{".master", NULL, m->c.master}, {".m", NULL, m->c.m}, {".v", NULL, m->c.v}};
+    struct shard_array model = {"", m->c.weights, NULL, false};
+    struct shard_array rest[] = {
+        {".master", NULL, m->c.master, false}, {".m", NULL, m->c.m, false}, {".v", NULL, m->c.v, false}};
     shards_send(&spread, &model, 1);
     if (state) shards_send(&spread, rest, 3);
 }

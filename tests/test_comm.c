@@ -4,7 +4,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 
-#include "kernels/cpu/comm_mpi.h"
+#include "kernels/comm_mpi.h"
 
 static struct comm *world;
 static int me, n;

@@ -647,7 +647,17 @@ static void test_cross_entropy_rows_have_the_same_bits_alone_and_with_any_thread
 
 // ---- sums ----
 
-static void test_device_sum_is_the_ascending_sum_in_fp64(void **state) {
+// device_add_sum to what is `before`.
+static double sum_after(double before, const accum *values, size_t n) {
+    double *sum = device_alloc(sizeof *sum), result;
+    device_copy_in(sum, &before, sizeof before);
+    device_add_sum(sum, values, n);
+    device_copy_out(&result, sum, sizeof result);
+    device_free(sum);
+    return result;
+}
+
+static void test_device_add_sum_adds_the_ascending_sum_in_fp64(void **state) {
     (void)state;
     uint64_t seed = 361;
     static const size_t counts[] = {0, 1, 2, 17, 1000, 65537};
@@ -657,7 +667,8 @@ static void test_device_sum_is_the_ascending_sum_in_fp64(void **state) {
         accum *device = put_accum(values, counts[c]);
         for (int threads = 1; threads <= 3; threads++) {
             omp_set_num_threads(threads);
-            assert_true(device_sum(device, counts[c]) == sum);
+            assert_true(sum_after(0, device, counts[c]) == sum);
+            assert_true(sum_after(0.1, device, counts[c]) == 0.1 + sum);
         }
     }
 }
@@ -675,7 +686,7 @@ static void test_sums_of_ten_million_values_are_exact_to_twelve_digits(void **st
         }
         device_copy_in(device + first, piece, sizeof piece);
     }
-    double found[4], total = device_sum(device, N);
+    double found[4], total = sum_after(0, device, N);
     for (int threads = 1; threads <= 3; threads++) {
         omp_set_num_threads(threads);
         found[threads] = device_sum_squares(device, N);
@@ -698,7 +709,7 @@ static void test_sums_keep_nan_infinity_and_values_whose_square_is_no_float(void
             double *values = normals(N, 1, &seed);
             values[places[p]] = bad[b];
             accum *device = put_accum(values, N);
-            double squares = device_sum_squares(device, N), sum = device_sum(device, N);
+            double squares = device_sum_squares(device, N), sum = sum_after(0, device, N);
             assert_true(b == 0 ? isnan(squares) : isinf(squares) && squares > 0);
             assert_true(b == 0 ? isnan(sum) : isinf(sum) && (sum > 0) == (bad[b] > 0));
         }
@@ -860,7 +871,7 @@ int main(void) {
         watched_test(test_cross_entropy_of_large_logits_is_finite_and_right),
         watched_test(test_cross_entropy_ignores_what_a_row_without_target_holds),
         watched_test(test_cross_entropy_rows_have_the_same_bits_alone_and_with_any_threads),
-        watched_test(test_device_sum_is_the_ascending_sum_in_fp64),
+        watched_test(test_device_add_sum_adds_the_ascending_sum_in_fp64),
         watched_test(test_sums_of_ten_million_values_are_exact_to_twelve_digits),
         watched_test(test_sums_keep_nan_infinity_and_values_whose_square_is_no_float),
         watched_test(test_adamw_follows_fp64_for_ten_steps),

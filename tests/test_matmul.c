@@ -294,9 +294,9 @@ static void check_grouped(struct routing r, int N, int K, uint64_t *seed) {
     real *dx = put_real(x, (size_t)rows * K), *dw = put_real(w, each * r.E), *db = put_real(b, n);
     real *nt = poisoned_real(n), *nn = poisoned_real(n);
     accum *tn = put_accum(before, each * r.E), *untouched = put_accum(before, each * r.E);
-    grouped_matmul_nt(nt, dx, dw, doffsets, rows, r.E, N, K);
-    grouped_matmul_nn(nn, dx, dw, doffsets, rows, r.E, N, K);
-    grouped_matmul_tn(tn, dx, db, doffsets, rows, r.E, K, N);
+    grouped_matmul_nt(nt, dx, dw, doffsets, r.E, N, K);
+    grouped_matmul_nn(nn, dx, dw, doffsets, r.E, N, K);
+    grouped_matmul_tn(tn, dx, db, doffsets, r.E, K, N, true);
     assert_only_experts_rows("grouped nt", nt, rows, N);
     assert_only_experts_rows("grouped nn", nn, rows, N);
 
@@ -333,9 +333,21 @@ static void test_grouped_weight_gradient_without_rows_keeps_even_nan(void **stat
     int *offsets = put_int((int[]){0, 0, ROWS, ROWS}, E + 1);
     accum *dw = poisoned_accum(E * M * N);
     grouped_matmul_tn(dw, put_real(normals(ROWS * M, 1, &seed), ROWS * M),
-                      put_real(normals(ROWS * N, 1, &seed), ROWS * N), offsets, ROWS, E, M, N);
+                      put_real(normals(ROWS * N, 1, &seed), ROWS * N), offsets, E, M, N, true);
     assert_poison("dw of expert 0", dw, M * N * sizeof(accum));
     assert_poison("dw of expert 2", dw + 2 * M * N, M * N * sizeof(accum));
+}
+
+static void test_grouped_weight_gradient_may_be_stored(void **state) {
+    (void)state;
+    uint64_t seed = 113;
+    enum { E = 4, M = 5, N = 7, ROWS = 4 };
+    int *offsets = put_int((int[]){0, 0, ROWS, ROWS, ROWS}, E + 1);
+    real *a = put_real(normals(ROWS * M, 1, &seed), ROWS * M), *b = put_real(normals(ROWS * N, 1, &seed), ROWS * N);
+    accum *stored = poisoned_accum(E * M * N), *added = put_accum((double[E *M *N]){0}, E * M * N);
+    grouped_matmul_tn(stored, a, b, offsets, E, M, N, false);
+    grouped_matmul_tn(added, a, b, offsets, E, M, N, true);
+    assert_memory_equal(stored, added, E * M * N * sizeof(accum));
 }
 
 static void test_grouped_products_have_the_bits_of_single_products(void **state) {
@@ -356,9 +368,9 @@ static void test_grouped_products_have_the_bits_of_single_products(void **state)
         for (int threads = 1; threads <= 3; threads++) {
             omp_set_num_threads(threads);
             tn = put_accum(before, nw);
-            grouped_matmul_nt(nt, x, w, offsets, rows, r.E, N, K);
-            grouped_matmul_nn(nn, x, w, offsets, rows, r.E, N, K);
-            grouped_matmul_tn(tn, x, b, offsets, rows, r.E, K, N);
+            grouped_matmul_nt(nt, x, w, offsets, r.E, N, K);
+            grouped_matmul_nn(nn, x, w, offsets, r.E, N, K);
+            grouped_matmul_tn(tn, x, b, offsets, r.E, K, N, true);
             assert_same_as_first("grouped nt, threads", &first_nt, nt, n * sizeof(real));
             assert_same_as_first("grouped nn, threads", &first_nn, nn, n * sizeof(real));
             assert_same_as_first("grouped tn, threads", &first_tn, tn, nw * sizeof(accum));
@@ -386,13 +398,13 @@ static void test_grouped_products_of_size_zero_do_nothing(void **state) {
     int *offsets = put_int((int[]){0, 2, 5}, 3);
     real *y = poisoned_real(8), *x = put_real(normals(8, 1, &seed), 8);
     accum *dw = poisoned_accum(8);
-    grouped_matmul_nt(y, x, x, offsets, 5, 0, 3, 2);
-    grouped_matmul_nn(y, x, x, offsets, 5, 0, 3, 2);
-    grouped_matmul_tn(dw, x, x, offsets, 5, 0, 3, 2);
-    grouped_matmul_nt(y, x, x, offsets, 5, 2, 0, 2);
-    grouped_matmul_nn(y, x, x, offsets, 5, 2, 0, 2);
-    grouped_matmul_tn(dw, x, x, offsets, 5, 2, 0, 2);
-    grouped_matmul_tn(dw, x, x, offsets, 5, 2, 2, 0);
+    grouped_matmul_nt(y, x, x, offsets, 0, 3, 2);
+    grouped_matmul_nn(y, x, x, offsets, 0, 3, 2);
+    grouped_matmul_tn(dw, x, x, offsets, 0, 3, 2, true);
+    grouped_matmul_nt(y, x, x, offsets, 2, 0, 2);
+    grouped_matmul_nn(y, x, x, offsets, 2, 0, 2);
+    grouped_matmul_tn(dw, x, x, offsets, 2, 0, 2, false);
+    grouped_matmul_tn(dw, x, x, offsets, 2, 2, 0, false);
     assert_poison("y", y, 8 * sizeof(real));
     assert_poison("dw", dw, 8 * sizeof(accum));
 }
@@ -410,6 +422,7 @@ int main(void) {
         watched_test(test_products_have_the_same_bits_with_any_number_of_threads),
         watched_test(test_grouped_products_match_fp64_and_leave_other_rows_alone),
         watched_test(test_grouped_weight_gradient_without_rows_keeps_even_nan),
+        watched_test(test_grouped_weight_gradient_may_be_stored),
         watched_test(test_grouped_products_have_the_bits_of_single_products),
         watched_test(test_grouped_products_of_size_zero_do_nothing),
     };

@@ -358,7 +358,8 @@ static void check_moved_bytes(int rank_count) {
     struct place *ranks = ranks_open(&p, &d, each, base);
     for (int r = 0; r < rank_count; r++) {
         ranks[r].first_token = r * each, ranks[r].tokens = each, ranks[r].out = &out;
-        traces[r] = (struct trace){true, 0, calloc(1 + WORKERS, sizeof(struct trace_track)), 1 + WORKERS};
+        traces[r] = (struct trace){
+            .on = true, .tracks = calloc(1 + WORKERS, sizeof(struct trace_track)), .track_count = 1 + WORKERS};
         for (int i = 0; i <= WORKERS; i++)
             traces[r].tracks[i] =
                 (struct trace_track){.events = calloc(EVENTS, sizeof(struct trace_event)), .capacity = EVENTS};

@@ -132,7 +132,7 @@ static void rows_are_gathered_and_combined_beyond_the_range_of_an_int(void **sta
     uint64_t seed = 32;
     int far = TOKEN;
     fill_some(x + (size_t)TOKEN * H, &seed);
-    moe_gather(rows, x, &far, 1, 1, H);
+    moe_gather(rows, x, &far, 1, H);
     assert_memory_equal(rows, x + (size_t)TOKEN * H, sizeof(real) * H);
     moe_combine(y, x, &far, NULL, NULL, 1, 1, H);
     assert_memory_equal(y, rows, sizeof(real) * H);

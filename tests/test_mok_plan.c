@@ -381,7 +381,8 @@ static void add_stages(struct list *l, const struct mok_shape *s, const struct m
     for (int first = begin; first < stop; first += phase) {
         struct list stage = {0};
         int end = mok_min(first + phase, stop), done = 0;
-        if (forward || m > 0) add_walked(&stage, p, MOK_TASK_GATE_UP, first, end, mok_ceil(s->intermediate, 128));
+        if (forward || m > 0 || s->replay)
+            add_walked(&stage, p, MOK_TASK_GATE_UP, first, end, mok_ceil(s->intermediate, 128));
         if (!forward) add_walked(&stage, p, MOK_TASK_D_HIDDEN, first, end, mok_ceil(s->intermediate, 256));
         for (; before >= 0 && done < mok_min(s->lag, stage.count); done++) {
             struct mok_task t = stage.tasks[done];
@@ -526,6 +527,7 @@ static void test_tasks_are_those_of_the_design_in_its_order(void **state) {
         struct plans w;
         struct mok_shape s = shape_of_rows(2, 12, 1, 0, &seed);
         s.lag = (int)random_below(&seed, 21);
+        s.replay = random_below(&seed, 2);
         s.hidden = 1 + (int)random_below(&seed, 700);
         s.intermediate = 1 + (int)random_below(&seed, 600);
         s.shared = random_below(&seed, 2) ? 1 + (int)random_below(&seed, 600) : 0;

@@ -1,4 +1,5 @@
 // Flags: what is taken, what is refused and with which words.
+#include "kernels/fail.h"
 #include "tests/options.h"
 
 // Static, overwritten by the next call.
@@ -76,6 +77,8 @@ static void refused_command_lines_name_flag_found_and_wanted(void **state) {
          {"--decay-steps: found 81", "--steps 100", "--warmup 20"}},
         {"--ep -1", {"--ep: found '-1'"}},
         {"--moe nccl", {"--moe: found 'nccl'", "mok|alltoall"}},
+        {"--expert-gemm mkl", {"--expert-gemm: found 'mkl'", "cublaslt|own"}},
+        {"--expert-gemm cublaslt", {"--expert-gemm: found cublaslt", "use --expert-gemm own"}},
         {"--route W8", {"--route: found 'W8'", "learned|balanced|W1"}},
         {"--alltoall-chunks 0", {"--alltoall-chunks: found '0'", "from 1"}},
         {"--timeout 0", {"--timeout: found '0'", ">0"}},
@@ -84,6 +87,9 @@ static void refused_command_lines_name_flag_found_and_wanted(void **state) {
         {"--minibatch-rows 256 --ring-rows 640", {"--ring-rows: found 640", "--minibatch-rows 256"}},
         {"--workers 2 --comm-workers 2", {"--comm-workers: found 2", "--workers 2"}},
         {"--ranks 64", {"--ranks: found without --plan", "mpirun -n 64"}},
+        {"--memory 186", {"--memory: found without --plan", "--plan says"}},
+        {"--plan --memory 1e10", {"--memory: found '1e10'", "0..1000000000"}},
+        {"--recompute all", {"--recompute: found 'all'", "none|moe|block"}},
         {"--resume --overwrite", {"--resume", "--overwrite"}},
         {"--generate 10", {"--generate", "--from"}},
         {"--override", {"--override: found without --resume"}},
@@ -95,6 +101,7 @@ static void refused_command_lines_name_flag_found_and_wanted(void **state) {
         {"--evaluate --from x --generate 1", {"--generate: found beside --evaluate"}},
         {"--prompt Once", {"--prompt", "--generate"}},
         {"--temperature 1", {"--temperature", "--generate"}},
+        {"--logits x", {"--logits", "--generate"}},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char message[1024];
@@ -208,8 +215,12 @@ static void layout_flags_arrive(void **state) {
                 o.moe.comm_workers == 2 && o.moe.minibatch_rows == 256 && o.moe.ring_rows == 1024 &&
                 o.moe.route == ROUTE_W7 && o.timeout == 0.5);
     assert_string_equal(o.trace, "t.json");
-    parse(&o, "--plan --ranks 72");
-    assert_int_equal(o.ranks, 72);
+    parse(&o, "--plan --ranks 72 --memory 139.8");
+    assert_true(o.ranks == 72 && o.memory == 139.8);
+    parse(&o, "--recompute moe");
+    assert_int_equal(o.moe.recompute, RECOMPUTE_MOE);
+    parse(&o, "--recompute=block");
+    assert_int_equal(o.moe.recompute, RECOMPUTE_BLOCK);
 }
 
 static void forced_routing_warns(void **state) {
@@ -218,6 +229,17 @@ static void forced_routing_warns(void **state) {
     assert_int_equal(run_child(parse_line, "--route W1", message, sizeof message), 0);
     assert_non_null(strstr(message, "mok: warning: --route: "));
     assert_int_equal(run_child(parse_line, "--route learned", message, sizeof message), 0);
+    assert_string_equal(message, "");
+}
+
+static void flags_of_the_other_layer_warn(void **state) {
+    (void)state;
+    char message[1024];
+    assert_int_equal(run_child(parse_line, "--moe mok --alltoall-chunks 2", message, sizeof message), 0);
+    assert_non_null(strstr(message, "mok: warning: --alltoall-chunks: "));
+    assert_int_equal(run_child(parse_line, "--moe alltoall --ring-rows 256", message, sizeof message), 0);
+    assert_non_null(strstr(message, "mok: warning: --moe: "));
+    assert_int_equal(run_child(parse_line, "--moe alltoall --alltoall-chunks 2", message, sizeof message), 0);
     assert_string_equal(message, "");
 }
 
@@ -250,7 +272,7 @@ static void every_flag_of_the_help_parses_and_every_flag_is_in_it(void **state) 
         if (!item) fail_msg("--%s is in the help, not in the JSON", name);
 
         bool is_switch = line[4 + strlen(name)] != ' ' || line[5 + strlen(name)] == ' ';
-        bool sampling = strcmp(name, "prompt") == 0 || strcmp(name, "temperature") == 0;
+        bool sampling = strcmp(name, "prompt") == 0 || strcmp(name, "temperature") == 0 || strcmp(name, "logits") == 0;
         if (is_switch)
             text[0] = 0;
         else if (cJSON_IsString(item) && !*item->valuestring)
@@ -303,7 +325,9 @@ static void every_flag_round_trips_through_json_and_changes_nothing_else(void **
         if (cJSON_IsString(item)) value = "\"x \\\"y\\\" \\u00e9\"";
         if (strcmp(item->string, "schedule") == 0) value = "\"constant\"";
         if (strcmp(item->string, "moe") == 0) value = "\"alltoall\"";
+        if (strcmp(item->string, "expert-gemm") == 0) value = "\"cublaslt\"";
         if (strcmp(item->string, "route") == 0) value = "\"W7\"";
+        if (strcmp(item->string, "recompute") == 0) value = "\"block\"";
         char patch[256];
         snprintf(patch, sizeof patch, "{\"%s\": %s}", item->string, value);
 
@@ -439,7 +463,9 @@ static cJSON *other_value(const cJSON *item) {
         if (strcmp(item->valuestring, "cosine") == 0) return cJSON_CreateString("linear");
         if (strcmp(item->valuestring, "tiny") == 0) return cJSON_CreateString("small");
         if (strcmp(item->valuestring, "mok") == 0) return cJSON_CreateString("alltoall");
+        if (strcmp(item->valuestring, "own") == 0) return cJSON_CreateString("cublaslt");
         if (strcmp(item->valuestring, "learned") == 0) return cJSON_CreateString("balanced");
+        if (strcmp(item->valuestring, "none") == 0) return cJSON_CreateString("moe");
         return cJSON_CreateString("other");
     }
     double value = strtod(item->valuestring, NULL);
@@ -452,9 +478,10 @@ static void every_flag_says_whether_a_resumed_run_may_change_it(void **state) {
     (void)state;
     static const char free_flags[] =
         " preset data eval-data tokenizer from out resume override overwrite evaluate device batch "
-        "ep moe workers comm-workers minibatch-rows ring-rows alltoall-chunks trace timeout ranks "
+        "ep moe workers comm-workers minibatch-rows ring-rows alltoall-chunks expert-gemm trace timeout ranks memory "
+        "recompute "
         "plan help steps save-every keep eval-every eval-sequences eval-choices "
-        "sample-every sample-tokens log-moe-every generate prompt temperature ";
+        "sample-every sample-tokens log-moe-every generate prompt temperature logits ";
     static const char sizes[] = " vocab hidden layers dense-layers heads q-rank kv-rank nope-dim rope-dim value-dim "
                                 "intermediate mtp-depth expert-intermediate experts shared-experts ";
     struct options before;
@@ -488,8 +515,10 @@ static void every_flag_says_whether_a_resumed_run_may_change_it(void **state) {
 // Settings that no default has, as a checkpoint keeps them.
 static struct cJSON *saved_settings(void) {
     struct options o;
+    fail_hold_warnings(true); // of the workers, which the layer has no use for
     parse(&o, "--preset unit --lr 0.01 --keep 0 --steps 70 --warmup 7 --seq 16 --data my.txt --out elsewhere "
               "--batch 3 --ep 2 --moe alltoall --workers 3 --timeout 7 --trace old.json");
+    fail_hold_warnings(false);
     return options_to_json(&o);
 }
 
@@ -539,10 +568,11 @@ static void resumed_run_is_laid_out_anew(void **state) {
     assert_string_equal(r.o.trace, "");
     assert_int_equal(r.o.batch, 3);
     assert_int_equal(r.o.tokens_per_step, 3 * 16); // as the one rank before
-    r.line = "--resume --ep 4 --moe alltoall --alltoall-chunks 3 --batch 1 --trace new.json";
+    r.line = "--resume --ep 4 --moe alltoall --alltoall-chunks 3 --batch 1 --trace new.json --recompute moe";
     resume_line(&r);
     assert_true(r.o.ep == 4 && r.o.moe.kind == MOE_ALLTOALL && r.o.moe.alltoall_chunks == 3 && r.o.moe.workers == 0);
     assert_string_equal(r.o.trace, "new.json");
+    assert_int_equal(r.o.moe.recompute, RECOMPUTE_MOE);
     assert_int_equal(r.o.batch, 1);
     assert_int_equal(r.o.tokens_per_step, 3 * 16);
 }
@@ -649,6 +679,7 @@ int main(void) {
         cmocka_unit_test(every_rank_has_a_micro_batch_where_nothing_is_said),
         cmocka_unit_test(layout_flags_arrive),
         cmocka_unit_test(forced_routing_warns),
+        cmocka_unit_test(flags_of_the_other_layer_warn),
         cmocka_unit_test(run_is_told_without_its_layout),
         cmocka_unit_test(untyped_warmup_and_min_lr_give_way),
         cmocka_unit_test(decay_of_wsd_is_a_fifth_and_fits_behind_the_warmup),

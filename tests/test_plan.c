@@ -148,14 +148,17 @@ static void memory_of_one_rank_is_that_of_its_arrays(void **state) {
     (void)state;
     struct config c = with_vocabulary(preset_find("tiny"));
     struct options o = options_of(&c, 8, 256);
-    for (int kind = MOE_MOK; kind <= MOE_ALLTOALL; kind++) {
+    for (int way = 0; way < 6; way++) {
+        enum moe_kind kind = way < 3 ? MOE_MOK : MOE_ALLTOALL;
+        enum recompute level = way % 3;
         struct plan plan;
         struct params params;
         struct activation_table table;
         o.moe.kind = kind;
+        o.moe.recompute = level;
         size_t header = moe_header_bytes(&c, &o.moe, 1), bias = (size_t)(3 * c.experts) * 12; // 3 layers have experts
         struct mok_shape shape = moe_mok_shape(&c, 1, 8 * 256, &o.moe);
-        activations_tabulate(&table, &c, 8, 256, true, header);
+        activations_tabulate(&table, &c, (struct activation_use){8, 256, true, level, header});
         params_build(&params, &c);
         plan_make(&plan, &o, &parallel_alone);
         assert_int_equal(plan.experts, c.experts);
@@ -166,8 +169,8 @@ static void memory_of_one_rank_is_that_of_its_arrays(void **state) {
         assert_int_equal(plan.activation_bytes, table.bytes);
         assert_int_equal(plan.symmetric_bytes, table.symmetric_bytes);
         assert_true((plan.symmetric_bytes > 0) == (kind == MOE_MOK));
-        assert_int_equal(plan.moe_bytes, bias + (kind == MOE_MOK ? moe_mok_bytes(&c, &shape, true)
-                                                                 : moe_alltoall_bytes(&c, 1, 8, 256, true)));
+        assert_int_equal(plan.moe_bytes, bias + (kind == MOE_MOK ? moe_mok_bytes(&c, &shape, true, level)
+                                                                 : moe_alltoall_bytes(&c, 1, 8, 256, true, level)));
         assert_int_equal(plan.total_bytes, params.size * (sizeof(real) + 4 * sizeof(accum)) + table.bytes +
                                                table.symmetric_bytes + plan.moe_bytes);
         params_free(&params);
@@ -217,10 +220,11 @@ static void plan_is_what_a_trainer_takes(void **state) {
     assert_true(options_set_preset(&o, "tiny"));
     o.model.vocab = 257;
     o.tokens_per_step = (int64_t)o.batch * o.seq;
-    for (int kind = MOE_MOK; kind <= MOE_ALLTOALL; kind++) {
+    for (int way = 0; way < 6; way++) {
         struct plan plan;
         struct trainer t;
-        o.moe.kind = kind;
+        o.moe.kind = way < 3 ? MOE_MOK : MOE_ALLTOALL;
+        o.moe.recompute = way % 3;
         plan_make(&plan, &o, &parallel_alone);
         struct data *data = data_open(o.data, o.eval_data, NULL, o.seed, o.seq, 1);
         assert_int_equal(data_settle_vocab(data, 257), 257);
@@ -234,6 +238,63 @@ static void plan_is_what_a_trainer_takes(void **state) {
         trainer_close(&t);
         data_close(data);
     }
+}
+
+// Every level needs less than the one before, and nothing but what the blocks keep.
+static void recompute_levels_need_less_and_less(void **state) {
+    (void)state;
+    struct config c = with_vocabulary(preset_find("moonlight-mini"));
+    struct options o = options_of(&c, 2, 1024);
+    for (int kind = MOE_MOK; kind <= MOE_ALLTOALL; kind++)
+        for (int ep = 1; ep <= 4; ep += 3) {
+            struct parallel p = parallel_suppose(ep, ep, c.experts);
+            struct plan plans[3];
+            o.moe.kind = kind;
+            for (int level = RECOMPUTE_NONE; level <= RECOMPUTE_BLOCK; level++) {
+                o.moe.recompute = level;
+                plan_make(&plans[level], &o, &p);
+            }
+            assert_true(plans[0].total_bytes > plans[1].total_bytes && plans[1].total_bytes > plans[2].total_bytes);
+            assert_int_equal(plans[0].activation_bytes, plans[1].activation_bytes);
+            assert_int_equal(plans[0].symmetric_bytes, plans[1].symmetric_bytes);
+            assert_true(plans[1].activation_bytes > plans[2].activation_bytes);
+            assert_true((plans[1].symmetric_bytes > plans[2].symmetric_bytes) == (kind == MOE_MOK));
+            assert_int_equal(plans[0].weight_bytes, plans[2].weight_bytes);
+            assert_true(plans[0].flops_per_token == plans[2].flops_per_token); // recomputation never counts
+        }
+}
+
+static void all_parts_are_in_the_sum(void **state) {
+    (void)state;
+    struct options o = options_of(&uneven, 2, 16);
+    struct parallel p = parallel_suppose(4, 2, uneven.experts);
+    struct plan plan;
+    struct scratch_sizes scratch = model_scratch_sizes(&uneven, 2, 16, true);
+    plan_make(&plan, &o, &p);
+    assert_int_equal(plan.scratch_bytes, device_scratch_bytes(&scratch));
+    assert_int_equal(plan.library_bytes, device_library_bytes(4));
+    assert_int_equal(plan.total_bytes, plan.weight_bytes + plan.gradient_bytes + plan.master_bytes + plan.moment_bytes +
+                                           plan.activation_bytes + plan.symmetric_bytes + plan.moe_bytes +
+                                           plan.scratch_bytes + plan.library_bytes);
+    assert_true(scratch.rows == 32 && scratch.width == uneven.hidden && scratch.vocab == uneven.vocab &&
+                scratch.experts == uneven.experts && scratch.top_k == 2 && scratch.sequences == 2);
+    assert_true(scratch.batch == 2 && scratch.length == 16 && scratch.heads == 4 && scratch.nope_dim == 16 &&
+                scratch.rope_dim == 8 && scratch.value_dim == 10);
+    assert_int_equal(model_scratch_sizes(&uneven, 2, 16, false).batch, 0); // no backward pass
+}
+
+static void what_was_used_is_printed_where_it_is_known(void **state) {
+    (void)state;
+    char text[128] = "";
+    FILE *file = fmemopen(text, sizeof text, "w");
+    plan_print_used(file, (size_t)4 << 30, (size_t)5 << 30);
+    assert_int_equal(fclose(file), 0);
+    assert_string_equal(text, "memory: planned 4.00 GiB, used 5.00 GiB (125.0 %)\n");
+    text[0] = 0;
+    file = fmemopen(text, sizeof text, "w");
+    plan_print_used(file, (size_t)4 << 30, 0);
+    assert_int_equal(fclose(file), 0);
+    assert_string_equal(text, "");
 }
 
 // Static, overwritten by the next call.
@@ -282,6 +343,64 @@ static void the_proposed_batch_is_the_largest_that_fits(void **state) {
         plan_make(&plan, &o, &parallel);
         assert_true(plan.total_bytes * (size_t)ranks > device_memory_bytes());
     }
+}
+
+// The number behind the words, or -1 without them.
+static int number_behind(const char *text, const char *words) {
+    const char *at = strstr(text, words);
+    return at ? atoi(at + strlen(words)) : -1;
+}
+
+// --memory stands for one GPU, whatever there is here and however many ranks.
+static void a_plan_is_compared_with_memory_that_is_said(void **state) {
+    (void)state;
+    struct config c = with_vocabulary(preset_find("moonlight-mini"));
+    struct options o = options_of(&c, 1, 1024);
+    struct parallel p = parallel_suppose(8, 8, c.experts);
+    struct plan plan;
+    plan_make(&plan, &o, &p);
+    const double gib = 1 << 30;
+    o.memory = ((double)plan.total_bytes + 1e3) / gib;
+    const char *text = print(&o, &p, 8);
+    assert_non_null(strstr(text, "--memory says"));
+    assert_non_null(strstr(text, "It fits."));
+    assert_null(strstr(text, "all of the"));
+    assert_null(strstr(text, "this machine has"));
+    assert_non_null(strstr(text, "computes in FP32. Plans for GPUs"));
+    o.memory = ((double)plan.total_bytes - 1e3) / gib;
+    text = print(&o, &p, 0);
+    assert_null(strstr(text, "It fits"));
+    assert_null(strstr(text, "not here"));
+    assert_non_null(strstr(text, "With --recompute moe it fits."));
+    assert_int_equal(number_behind(text, "The largest --layers that fits: "), c.layers - 1);
+    o.memory = 1e-3;
+    text = print(&o, &p, 0);
+    assert_non_null(strstr(text, "weights and optimizer state alone"));
+    assert_int_equal(number_behind(text, "The largest --layers that fits: "), -1);
+    assert_null(strstr(text, "With --recompute"));
+}
+
+// So many layers fit, one more does not.
+static void the_proposed_layers_are_the_most_that_fit(void **state) {
+    (void)state;
+    struct options o = options_of(&preset_find("moonlight")->model, 1, 4096);
+    for (int ranks = 1; ranks <= 2; ranks++)
+        for (int level = RECOMPUTE_NONE; level <= RECOMPUTE_BLOCK; level++) {
+            struct parallel p = parallel_suppose(ranks, ranks, o.model.experts);
+            struct plan plan;
+            o.model.layers = 27;
+            o.memory = 139.8;
+            o.moe.recompute = level;
+            int layers = number_behind(print(&o, &p, 0), "The largest --layers that fits: ");
+            assert_true(layers >= 1 && layers < 27);
+            const double room = o.memory * (1 << 30);
+            o.model.layers = layers;
+            plan_make(&plan, &o, &p);
+            assert_true((double)plan.total_bytes <= room);
+            o.model.layers = layers + 1;
+            plan_make(&plan, &o, &p);
+            assert_true((double)plan.total_bytes > room);
+        }
 }
 
 static void ranks_that_are_here_share_the_memory_and_others_are_compared_alone(void **state) {
@@ -347,8 +466,13 @@ int main(void) {
         cmocka_unit_test(memory_of_one_rank_is_that_of_its_arrays),
         cmocka_unit_test(memory_of_several_ranks_is_that_of_the_fullest),
         cmocka_unit_test(plan_is_what_a_trainer_takes),
+        cmocka_unit_test(recompute_levels_need_less_and_less),
+        cmocka_unit_test(all_parts_are_in_the_sum),
+        cmocka_unit_test(what_was_used_is_printed_where_it_is_known),
         cmocka_unit_test(the_printed_plan_says_whether_it_fits),
         cmocka_unit_test(the_proposed_batch_is_the_largest_that_fits),
+        cmocka_unit_test(a_plan_is_compared_with_memory_that_is_said),
+        cmocka_unit_test(the_proposed_layers_are_the_most_that_fit),
         cmocka_unit_test(ranks_that_are_here_share_the_memory_and_others_are_compared_alone),
         cmocka_unit_test(counts_are_printed_with_their_unit),
     };

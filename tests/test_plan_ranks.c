@@ -319,8 +319,10 @@ static const char *bytes_line(const char *label, size_t bytes) {
 static void printed_memory_is_the_plans_for_every_preset(void **state) {
     (void)state;
     for (int i = 0; i < preset_count; i++)
-        for (int ranks = 64; ranks <= 72; ranks += 8) {
+        for (int way = 0; way < 4; way++) {
             struct options o = of_preset(presets[i].name, 256);
+            int ranks = way == 0 ? 64 : 72;
+            o.moe.recompute = way == 0 ? RECOMPUTE_NONE : way - 1;
             struct parallel p = parallel_suppose(ranks, 0, o.model.experts);
             struct mok_shape s = moe_mok_shape(&o.model, p.ep, 256, &o.moe);
             struct plan plan;
@@ -329,10 +331,40 @@ static void printed_memory_is_the_plans_for_every_preset(void **state) {
             if (!strstr(text, bytes_line("symmetric memory of a rank", plan.symmetric_bytes)))
                 fail_msg("%s, %d ranks: wanted %s in %s", presets[i].name, ranks,
                          bytes_line("symmetric memory of a rank", plan.symmetric_bytes), text);
-            size_t own = moe_mok_bytes(&o.model, &s, true);
+            size_t own = moe_mok_bytes(&o.model, &s, true, o.moe.recompute);
             assert_non_null(strstr(text, bytes_line("rings and tables of a rank", own)));
             for (const char *line = text; *line; line = strchr(line, '\n') + 1) assert_true(strcspn(line, "\n") <= 100);
         }
+}
+
+// With "moe" all x comes once more in backward; with "block" forward is done twice.
+static void recomputing_moves_and_works_more(void **state) {
+    (void)state;
+    struct options o = unit(8, 2, 512);
+    struct parallel p = parallel_suppose(4, 4, 8);
+    struct plan_ranks plans[3];
+    for (int level = RECOMPUTE_NONE; level <= RECOMPUTE_BLOCK; level++) {
+        o.moe.recompute = level;
+        plan_ranks_make(&plans[level], &o, &p);
+        for (int kind = MOE_MOK; kind <= MOE_ALLTOALL; kind++) {
+            o.moe.kind = kind;
+            const char *text = print(&o, &p);
+            assert_true((strstr(text, "x, sent again ") != NULL) == (kind == MOE_ALLTOALL && level == RECOMPUTE_MOE));
+            assert_true((strstr(text, "y, again ") != NULL) == (level == RECOMPUTE_BLOCK));
+        }
+        o.moe.kind = MOE_MOK;
+    }
+    for (int rank = 0; rank < 4; rank++) {
+        const struct rank_load *none = &plans[0].loads[rank], *moe = &plans[1].loads[rank];
+        assert_true(none->from_others > 0);
+        assert_int_equal(none->replayed_from_others, 0);
+        assert_int_equal(moe->replayed_from_others, moe->from_others);
+        assert_int_equal(moe->replayed_to_others, moe->to_others);
+        int blocks = (int)((none->rows + none->padding) / MOK_BLOCK_ROWS);
+        assert_int_equal(moe->tasks_backward, none->tasks_backward + blocks); // a gate/up tile for each
+        assert_int_equal(plans[2].loads[rank].tasks_backward, none->tasks_backward + none->tasks_forward);
+    }
+    for (int level = RECOMPUTE_NONE; level <= RECOMPUTE_BLOCK; level++) plan_ranks_free(&plans[level]);
 }
 
 static void a_model_without_experts_has_no_such_section(void **state) {
@@ -449,6 +481,7 @@ int main(void) {
         cmocka_unit_test(a_rack_is_planned_in_one_process),
         cmocka_unit_test(a_hot_rank_of_a_rack_fits_its_table),
         cmocka_unit_test(printed_memory_is_the_plans_for_every_preset),
+        cmocka_unit_test(recomputing_moves_and_works_more),
         cmocka_unit_test(a_model_without_experts_has_no_such_section),
         cmocka_unit_test(one_rank_has_no_links),
         cmocka_unit_test(the_planned_route_is_named),

@@ -1,6 +1,8 @@
 // The whole program, from its flags to the files of a run: what it must do. test_program_errors.c has what it refuses.
 #include "tests/program.h"
 
+#include "model/safetensors.h"
+
 // ---- what a run leaves ----
 
 static void run_writes_its_resolved_flags(void **state) {
@@ -547,6 +549,40 @@ static void sampling_prints_the_prompt_and_more(void **state) {
     assert_true(out_bytes >= 1 && out_bytes <= 21);
 }
 
+// The likeliest tokens of the logits are what is sampled at temperature 0.
+static void logits_of_a_prompt_are_written(void **state) {
+    (void)state;
+    static const char prompt[] = "Once upon";
+    enum { V = 257, T = sizeof prompt };
+    struct safetensors file;
+    char error[FILE_ERROR];
+    float logits[T * V];
+    assert_runs(QUIET, "--steps", "3", "--out", at("run"));
+    assert_runs("--generate", "1", "--from", at("run"), "--prompt", prompt, "--temperature", "0", "--logits",
+                at("logits"));
+    if (!safetensors_open(&file, at("logits"), error, sizeof error)) fail_msg("%s", error);
+    const struct safetensors_tensor *tokens = safetensors_find(&file, "tokens"), *t = safetensors_find(&file, "logits");
+    assert_true(tokens && tokens->type == SAFETENSORS_I64 && tokens->rank == 1 && tokens->shape[0] == T);
+    assert_true(t && t->type == SAFETENSORS_F32 && t->rank == 2 && t->shape[0] == T && t->shape[1] == V);
+    int64_t ids[T];
+    assert_int_equal(fseeko(file.file, (off_t)(file.data_start + tokens->begin), SEEK_SET), 0);
+    assert_int_equal(fread(ids, sizeof *ids, T, file.file), T);
+    assert_int_equal(ids[0], 256); // the end of the text before
+    for (int i = 1; i < T; i++) assert_int_equal(ids[i], prompt[i - 1]);
+    assert_true(safetensors_read_f32(&file, t, 0, T * V, logits, error, sizeof error));
+    const float *last = logits + (T - 1) * V;
+    int best = 0;
+    for (int v = 1; v < V; v++)
+        if (last[v] > last[best]) best = v;
+    if (best < 256) assert_int_equal((unsigned char)out[strlen(prompt)], best);
+    safetensors_close(&file);
+
+    assert_refused("--generate", "1", "--from", at("run"), "--prompt", prompt, "--seq", "4", "--logits", at("logits"));
+    assert_error("--logits: found a prompt of 10 tokens, wanted at most 4");
+    assert_refused("--generate", "1", "--from", at("run"), "--logits", at("absent/logits"));
+    assert_error("--logits: ");
+}
+
 // Sizes that a model has no use for may be 0, in the flags and on the way back from a file.
 static void samples_from_models_without_dense_layers_or_experts(void **state) {
     (void)state;
@@ -696,6 +732,7 @@ int main(void) {
         TEST(longer_text_is_learned),
         TEST(evaluation_data_may_be_another_file),
         TEST(sampling_prints_the_prompt_and_more),
+        TEST(logits_of_a_prompt_are_written),
         TEST(samples_from_models_without_dense_layers_or_experts),
         TEST(sampling_depends_on_seed_and_weights_only),
         TEST(run_folder_stands_for_its_newest_checkpoint),

@@ -598,16 +598,16 @@ static void test_place_takes_experts_in_a_given_order(void **state) {
 // Three sources, of whose five experts the middle three are regrouped; rows are numbered from 10 on.
 static void test_regroup_brings_rows_from_the_order_of_sources_to_that_of_experts(void **state) {
     (void)state;
-    static const int counts[15] = {9, 2, 0, 1, 9, 9, 0, 0, 0, 9, 9, 1, 0, 2, 9};
+    static const int offsets[18] = {0, 9, 11, 11, 12, 21, 0, 9, 9, 9, 9, 18, 0, 9, 10, 10, 12, 21};
     int *arrival_of_row = poisoned_int(16), *row_of_arrival = poisoned_int(16);
-    moe_regroup(arrival_of_row, row_of_arrival, put_int(counts, 15) + 1, 3, 5, 3, 10);
+    moe_regroup(arrival_of_row, row_of_arrival, put_int(offsets, 18) + 1, 3, 6, 3, 10, 6);
     // Arrivals: source 0 has rows 10, 11 of the first and 12 of the last expert, source 2 13 of the first, 14, 15 of the last.
     assert_memory_equal(get_int(arrival_of_row, 16) + 10, ((int[]){10, 11, 13, 12, 14, 15}), 6 * sizeof(int));
     assert_memory_equal(get_int(row_of_arrival, 16) + 10, ((int[]){10, 11, 13, 12, 14, 15}), 6 * sizeof(int));
     assert_memory_equal(get_int(arrival_of_row, 16), get_int(poisoned_int(10), 10), 10 * sizeof(int));
     assert_memory_equal(get_int(row_of_arrival, 16), get_int(poisoned_int(10), 10), 10 * sizeof(int));
-    static const int shifted[4] = {1, 3, 1, 0}; // the two permutations differ
-    moe_regroup(arrival_of_row, row_of_arrival, put_int(shifted, 4), 2, 2, 2, 0);
+    static const int shifted[6] = {0, 1, 4, 0, 1, 1}; // the two permutations differ
+    moe_regroup(arrival_of_row, row_of_arrival, put_int(shifted, 6), 2, 3, 2, 0, 5);
     assert_memory_equal(get_int(arrival_of_row, 5), ((int[]){0, 4, 1, 2, 3}), 5 * sizeof(int));
     assert_memory_equal(get_int(row_of_arrival, 5), ((int[]){0, 2, 3, 4, 1}), 5 * sizeof(int));
 }
@@ -622,19 +622,37 @@ static void test_gather_of_gates_gives_zero_for_no_slot(void **state) {
     assert_true(found[0] == 3 && found[1] == 0 && found[2] == 0.5 && found[3] == 3 && found[4] == 0);
 }
 
-static void test_gather_copies_the_rows_of_tokens_and_zeros_for_no_slot(void **state) {
+static void test_gather_copies_rows_and_zeros_for_no_index(void **state) {
     (void)state;
     uint64_t seed = 452;
-    enum { N = 5, K = 3, H = 19, R = 9 };
-    static const int slot_of_row[R] = {14, 0, 1, -1, 7, 2, 3, 12, -1};
+    enum { N = 5, H = 19, R = 9 };
+    static const int index[R] = {4, 0, 0, -1, 2, 0, 1, 4, -1};
     double *x = normals(N * H, 1, &seed), *wanted = host_doubles(R * H);
     for (int r = 0; r < R; r++)
-        for (int h = 0; h < H; h++) wanted[r * H + h] = slot_of_row[r] < 0 ? 0 : x[slot_of_row[r] / K * H + h];
+        for (int h = 0; h < H; h++) wanted[r * H + h] = index[r] < 0 ? 0 : x[index[r] * H + h];
     for (int threads = 1; threads <= 3; threads++) {
         omp_set_num_threads(threads);
         real *rows = poisoned_real(R * H);
-        moe_gather(rows, put_real(x, N * H), put_int(slot_of_row, R), R, K, H);
+        moe_gather(rows, put_real(x, N * H), put_int(index, R), R, H);
         assert_same_bits("rows", rows, put_real(wanted, R * H), R * H * sizeof(real));
+    }
+}
+
+static void test_scatter_copies_every_token_to_the_rows_of_its_slots_and_writes_no_others(void **state) {
+    (void)state;
+    uint64_t seed = 456;
+    enum { N = 4, K = 3, H = 19, R = N * K };
+    static const int row_of_slot[N * K] = {8, 0, 3, -1, -1, -1, 5, -1, 1, 4, 7, 2}; // nobody has rows 6, 9, 10, 11
+    real *x = put_real(normals(N * H, 1, &seed), N * H), *wanted = poisoned_real(R * H);
+    for (int slot = 0; slot < N * K; slot++)
+        if (row_of_slot[slot] >= 0)
+            device_copy_in(wanted + row_of_slot[slot] * H, get_bytes(x + slot / K * H, H * sizeof(real)),
+                           H * sizeof(real));
+    for (int threads = 1; threads <= 3; threads++) {
+        omp_set_num_threads(threads);
+        real *rows = poisoned_real(R * H);
+        moe_scatter(rows, x, put_int(row_of_slot, N * K), N, K, H);
+        assert_same_bits("rows", rows, wanted, R * H * sizeof(real));
     }
 }
 
@@ -701,8 +719,8 @@ static void test_the_sum_over_slots_has_the_bits_of_combine(void **state) {
     }
 }
 
-// Dispatch and combine are transposes of each other: <combine(rows), y> = <rows, gather(y)>.
-static void test_gather_is_the_transpose_of_combine(void **state) {
+// Dispatch and combine are transposes of each other: <combine(rows), y> = <rows, scatter(y)>.
+static void test_scatter_is_the_transpose_of_combine(void **state) {
     (void)state;
     uint64_t seed = 454;
     enum { N = 21, K = 4, E = 8, H = 13, R = N * K };
@@ -710,10 +728,10 @@ static void test_gather_is_the_transpose_of_combine(void **state) {
     for (int i = 0; i < R; i++) ids[i] = random_below(E + 1, &seed) - 1;
     struct placement p = place(ids, N, K, E);
     double *rows = normals(R * H, 1, &seed), *y = normals(N * H, 1, &seed);
-    real *combined = poisoned_real(N * H), *gathered = poisoned_real(R * H);
+    real *combined = poisoned_real(N * H), *scattered = put_real(host_doubles(R * H), R * H);
     moe_combine(combined, put_real(rows, R * H), p.row_of_slot, NULL, NULL, N, K, H);
-    moe_gather(gathered, put_real(y, N * H), p.slot_of_row, R, K, H);
-    double a = dot(get_real(combined, N * H), y, N * H), b = dot(rows, get_real(gathered, R * H), R * H);
+    moe_scatter(scattered, put_real(y, N * H), p.row_of_slot, N, K, H);
+    double a = dot(get_real(combined, N * H), y, N * H), b = dot(rows, get_real(scattered, R * H), R * H);
     // Both are sums of R H products near 1: about sqrt(R H) large, with as many roundings in sequence.
     assert_true(fabs(a - b) <= roundings(sqrt(R * H)) * sqrt(R * H));
 }
@@ -733,7 +751,8 @@ static void test_sizes_of_zero_do_nothing(void **state) {
     router_balance(a, a, scores, NULL, 0, 4, s);
     router_backward(y, a, a, scores, scores, ids, scores, 1, x, x, 0, 4, 4, s);
     router_update_bias(a, counts, 0, 1);
-    moe_gather(y, x, ids, 0, 2, 4);
+    moe_scatter(y, x, ids, 0, 2, 4);
+    moe_gather(y, x, ids, 0, 4);
     moe_combine(y, x, ids, x, x, 0, 2, 4);
     moe_sum_slots(y, x, ids, x, x, 0, 2, 4);
     assert_poison("y", y, 16 * sizeof(real));
@@ -767,10 +786,11 @@ int main(void) {
         watched_test(test_place_takes_experts_in_a_given_order),
         watched_test(test_regroup_brings_rows_from_the_order_of_sources_to_that_of_experts),
         watched_test(test_gather_of_gates_gives_zero_for_no_slot),
-        watched_test(test_gather_copies_the_rows_of_tokens_and_zeros_for_no_slot),
+        watched_test(test_gather_copies_rows_and_zeros_for_no_index),
+        watched_test(test_scatter_copies_every_token_to_the_rows_of_its_slots_and_writes_no_others),
         watched_test(test_combine_adds_slots_then_shared_then_residual),
         watched_test(test_the_sum_over_slots_has_the_bits_of_combine),
-        watched_test(test_gather_is_the_transpose_of_combine),
+        watched_test(test_scatter_is_the_transpose_of_combine),
         watched_test(test_sizes_of_zero_do_nothing),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -167,6 +167,65 @@ static void safetensors_writer_notices_a_full_disk_and_missing_data(void **state
     assert_contains(error, "found 0 bytes of data, wanted 4");
 }
 
+static float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static uint16_t bf16_of(uint32_t bits) {
+    float value = float_of(bits);
+    uint16_t rounded;
+    safetensors_bf16_from_f32(&rounded, &value, 1);
+    return rounded;
+}
+
+static void bf16_is_rounded_to_nearest_even(void **state) {
+    (void)state;
+    static const struct {
+        uint32_t bits;
+        uint16_t wanted;
+    } cases[] = {
+        {0x3f800000, 0x3f80}, {0x3f807fff, 0x3f80}, {0x3f808000, 0x3f80}, {0x3f808001, 0x3f81}, // 1 and a bit
+        {0x3f818000, 0x3f82}, {0xbf818000, 0xbf82}, {0xbf808000, 0xbf80},                       // ties, both signs
+        {0x3fffffff, 0x4000},                                                                   // the next power of two
+        {0x00000000, 0x0000}, {0x80000000, 0x8000}, {0x00000001, 0x0000}, {0x00018000, 0x0002}, // zeros, subnormals
+        {0x007fffff, 0x0080},                                                                   // the least normal one
+        {0x7f800000, 0x7f80}, {0xff800000, 0xff80},                                             // infinities
+        {0x7f7f7fff, 0x7f7f}, {0x7f7f8000, 0x7f80}, {0xff7fffff, 0xff80},                       // beyond the largest
+        {0x7fc00000, 0x7fc0}, {0x7f800001, 0x7fc0}, {0xffffffff, 0xffff},                       // NaN stays NaN
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        if (bf16_of(cases[i].bits) != cases[i].wanted)
+            fail_msg("%08x became %04x, wanted %04x", cases[i].bits, bf16_of(cases[i].bits), cases[i].wanted);
+
+    // Everything else against distances in double, which has both neighbours and their distances exactly.
+    uint64_t seed = 11;
+    for (int i = 0; i < 200000; i++) {
+        uint32_t bits = (uint32_t)(test_uniform(&seed) * 0x1p32);
+        if ((bits & 0x7fffffff) >= 0x7f7f0000) continue;
+        uint16_t below = (uint16_t)(bits >> 16), above = (uint16_t)(below + 1);
+        double down = fabs((double)float_of(bits) - (double)float_of((uint32_t)below << 16));
+        double up = fabs((double)float_of((uint32_t)above << 16) - (double)float_of(bits));
+        uint16_t wanted = down < up || (down == up && below % 2 == 0) ? below : above;
+        if (bf16_of(bits) != wanted) fail_msg("%08x became %04x, wanted %04x", bits, bf16_of(bits), wanted);
+    }
+}
+
+// As the writer does it; what was BF16 before comes out as it was.
+static void bf16_is_made_in_place(void **state) {
+    (void)state;
+    enum { COUNT = 1001 };
+    float values[COUNT];
+    uint16_t apart[COUNT];
+    for (int i = 0; i < COUNT; i++) values[i] = float_of((uint32_t)i << 16);
+    safetensors_bf16_from_f32(apart, values, COUNT);
+    for (int i = 0; i < COUNT; i++) assert_int_equal(apart[i], i);
+    safetensors_bf16_from_f32((void *)values, values, COUNT);
+    assert_memory_equal(values, apart, sizeof apart);
+    safetensors_bf16_from_f32(apart, values, 0);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, make_root, remove_root)
 
 int main(void) {
@@ -175,6 +234,8 @@ int main(void) {
         TEST(safetensors_refuses_a_file_cut_anywhere),
         TEST(safetensors_refuses_headers_that_lie),
         TEST(safetensors_reads_16_bit_types_as_float),
+        TEST(bf16_is_rounded_to_nearest_even),
+        TEST(bf16_is_made_in_place),
         TEST(safetensors_writer_notices_a_full_disk_and_missing_data),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -8,7 +8,11 @@
 #include <errno.h>
 
 #include "data/files.h"
+#include "kernels/operation.h"
+#include "model/breakdown.h"
+#include "model/moe_mok.h"
 #include "model/trace.h"
+#include "model/trainer.h"
 
 static char text[8192]; // what a child wrote to stderr, or what a command printed
 
@@ -297,9 +301,9 @@ static void run_steps(const char *path, int64_t done, int64_t stop, int64_t step
     trace_open_run(&r, NULL, path, 2, done, steps);
     for (int64_t step = done + 1; step <= stop; step++) {
         trace_begin_step(&r, step);
-        trace_add_phase(&r.trace, "router", (int)step, trace_now(&r.trace));
+        trace_add_phase(&r.trace, "router", (int)step, trace_mark(&r.trace));
         trace_end_step(&r);
-        trace_add_phase(&r.trace, "between steps", -1, trace_now(&r.trace));
+        trace_add_phase(&r.trace, "between steps", -1, trace_mark(&r.trace));
     }
     trace_close_run(&r);
     end_capture();
@@ -309,7 +313,9 @@ static void assert_traced(int64_t step) {
     char line[512];
     snprintf(line, sizeof line, "trace of step %d: %s, 1 events; draw it with scripts/plot_trace.py\n", (int)step,
              at("trace.json"));
-    assert_string_equal(text, line);
+    assert_int_equal(strncmp(text, line, strlen(line)), 0);
+    snprintf(line, sizeof line, "where the time of step %d went, on rank 0\n", (int)step);
+    assert_contains(text, line);
     cJSON *json = read_trace(at("trace.json"));
     assert_int_equal(count(json, "X"), 1);
     const cJSON *item = find(json, "X", 0, TRACE_TRACK_STEP, 0);
@@ -350,8 +356,220 @@ static void a_run_without_trace_records_nothing(void **state) {
     (void)state;
     run_steps("", 0, 5, 5);
     assert_string_equal(text, "");
-    assert_true(trace_now(NULL) == 0);
+    assert_true(trace_now(NULL) == 0 && trace_mark(NULL) == -1);
     trace_add_phase(NULL, "router", 0, 0);
+}
+
+// ---- operations ----
+
+// As kernels/ has them: one that is made of others, leaves early, or does nothing.
+static int operations_run;
+static void inner_operation(void) {
+    OPERATION();
+    operations_run++;
+}
+static void outer_operation(bool leave) {
+    OPERATION();
+    if (leave) return;
+    inner_operation();
+    inner_operation();
+}
+
+static void an_operation_within_another_is_part_of_it(void **state) {
+    (void)state;
+    struct run_trace r;
+    operations_run = 0;
+    begin_capture();
+    trace_open_run(&r, NULL, at("trace.json"), 1, 0, 1);
+    inner_operation(); // before the step
+    trace_begin_step(&r, 1);
+    trace_set_block(&r.trace, 2);
+    outer_operation(false);
+    outer_operation(true);
+    trace_set_block(&r.trace, -1);
+    inner_operation();
+    trace_end_step(&r);
+    inner_operation(); // after it
+    trace_close_run(&r);
+    outer_operation(false); // after the run
+    end_capture();
+    assert_int_equal(operations_run, 7);
+
+    int device = TRACE_TRACK_WORKER + 1;
+    cJSON *json = read_trace(at("trace.json"));
+    assert_int_equal(count(json, "X"), 3);
+    assert_string_equal(string(metadata(json, "thread_name", 0, device), "name"), "device");
+    const char *names[] = {"outer_operation", "outer_operation", "inner_operation"};
+    double end = 0;
+    for (int i = 0; i < 3; i++) {
+        const cJSON *item = find(json, "X", 0, device, i);
+        assert_string_equal(string(item, "name"), names[i]);
+        assert_string_equal(string(item, "cat"), "operation");
+        assert_true(number(item, "ts") >= end - 1e-6);
+        end = number(item, "ts") + number(item, "dur");
+    }
+    assert_true(number(arguments(find(json, "X", 0, device, 1)), "layer") == 2);
+    assert_null(arguments(find(json, "X", 0, device, 2)));
+    cJSON_Delete(json);
+}
+
+static void nothing_is_recorded_while_it_is_off(void **state) {
+    (void)state;
+    float a[16] = {1}, b[16] = {0};
+    assert_null(operation_trace);
+    device_clear_marks();
+    int before = device_mark();
+    device_copy_in(b, a, sizeof b);
+    inner_operation();
+    assert_int_equal(device_mark(), before + 1);
+    assert_true(device_mark_seconds(before + 1) >= device_mark_seconds(before));
+    device_clear_marks();
+    assert_int_equal(device_mark(), 0);
+    device_clear_marks();
+}
+
+// More spans than there is room for at first.
+static void many_operations_are_all_recorded(void **state) {
+    (void)state;
+    struct run_trace r;
+    begin_capture();
+    trace_open_run(&r, NULL, at("trace.json"), 0, 0, 1);
+    trace_begin_step(&r, 1);
+    for (int i = 0; i < 5000; i++) inner_operation();
+    trace_end_step(&r);
+    trace_close_run(&r);
+    end_capture();
+    assert_contains(text, " 5000 events;");
+    assert_contains(text, "  inner_operation             5000 ");
+}
+
+static void the_table_is_sorted_and_sums_to_the_step(void **state) {
+    (void)state;
+    struct trace_event events[] = {event("matmul_nt", 1, 1.002), event("rope_rotate", 1.002, 1.003),
+                                   event("matmul_nt", 1.003, 1.005), event("adamw_update", 1.005, 1.010)};
+    struct trace_track device = {.name = "device", .events = events, .count = 4, .capacity = 4};
+    FILE *file = fopen(at("table"), "w");
+    breakdown_print(file, &device, 7, 0.0125);
+    fclose(file);
+    size_t bytes;
+    char *printed = read_bytes(at("table"), &bytes);
+    assert_string_equal(printed, "where the time of step 7 went, on rank 0\n"
+                                 "  operation                  calls          ms of the step\n"
+                                 "  adamw_update                   1       5.000      40.0 %\n"
+                                 "  matmul_nt                      2       4.000      32.0 %\n"
+                                 "  rope_rotate                    1       1.000       8.0 %\n"
+                                 "  gaps, host                             2.500      20.0 %\n"
+                                 "  step                                  12.500     100.0 %\n");
+    free(printed);
+}
+
+// One step of every branch of the model.
+static void trace_step(enum moe_kind kind) {
+    struct options o;
+    struct trainer t;
+    struct run_trace r;
+    assert_true(options_set_preset(&o, "unit"));
+    o.seq = 16;
+    o.moe.kind = kind;
+    o.tokens_per_step = 2 * (int64_t)o.batch * o.seq; // two micro-batches
+    struct data *data = data_open(o.data, o.eval_data, NULL, o.seed, o.seq, 1 + o.model.mtp_depth);
+    data_settle_vocab(data, o.model.vocab);
+    trainer_open(&t, &o, data, NULL, NULL);
+    begin_capture();
+    trace_open_run(&r, NULL, at("trace.json"), moe_mok_workers(&o.moe), 0, 1);
+    t.model.trace = &r.trace;
+    trace_begin_step(&r, 1);
+    trainer_step(&t);
+    trace_end_step(&r);
+    t.model.trace = NULL;
+    trace_close_run(&r);
+    end_capture();
+    trainer_close(&t);
+    data_close(data);
+}
+
+// The track "device": every event within the step and behind the one before. Returns what they last, in microseconds.
+static double sum_operations(const cJSON *json, int device) {
+    const cJSON *item;
+    double sum = 0, end = 0;
+    for (int i = 0; (item = find(json, "X", 0, device, i)); i++) {
+        assert_true(number(item, "ts") >= end - 1e-6);
+        sum += number(item, "dur");
+        end = number(item, "ts") + number(item, "dur");
+    }
+    return sum;
+}
+
+static void assert_step_is_traced(const char *const *operations, const char *const *phases) {
+    char line[64];
+    for (int i = 0; operations[i]; i++) {
+        snprintf(line, sizeof line, "\n  %-24s ", operations[i]);
+        assert_contains(text, line);
+    }
+    cJSON *json = read_trace(at("trace.json"));
+    int device = 0;
+    while (strcmp(string(metadata(json, "thread_name", 0, device), "name"), "device") != 0) device++;
+    const char *step = strstr(text, "\n  step ");
+    assert_non_null(step);
+    double milliseconds = strtod(step + strlen("\n  step "), NULL), sum = 1e-3 * sum_operations(json, device);
+    assert_true(sum <= milliseconds + 1e-3 && sum > 0);
+    for (int i = 0; phases[i]; i++) {
+        const cJSON *item;
+        int place = 0;
+        while ((item = find(json, "X", 0, TRACE_TRACK_STEP, place)) && strcmp(string(item, "name"), phases[i]) != 0)
+            place++;
+        if (!item) fail_msg("found no phase %s", phases[i]);
+    }
+    cJSON_Delete(json);
+}
+
+static void a_step_is_told_apart_by_operation(void **state) {
+    (void)state;
+    static const char *const everywhere[] = {"embedding_forward",
+                                             "embedding_backward",
+                                             "rmsnorm_forward",
+                                             "rmsnorm_backward",
+                                             "rope_rotate",
+                                             "matmul_nt",
+                                             "matmul_nn",
+                                             "matmul_tn",
+                                             "attention_forward",
+                                             "attention_backward",
+                                             "swiglu_forward",
+                                             "swiglu_backward",
+                                             "router_score",
+                                             "router_select",
+                                             "router_count",
+                                             "router_balance",
+                                             "router_backward",
+                                             "cross_entropy",
+                                             "device_zero",
+                                             "device_copy_in",
+                                             "device_copy_out",
+                                             "device_add_sum",
+                                             "device_sum_squares",
+                                             "adamw_update",
+                                             "router_update_bias",
+                                             "comm_sum_double",
+                                             "comm_reduce_scatter",
+                                             "comm_all_gather",
+                                             "comm_all_gather_begin",
+                                             "comm_exchange_finish",
+                                             NULL};
+    static const char *const mok[] = {"mok_barrier", "mok_plan_make", "mok_run", "moe_sum_slots", NULL};
+    static const char *const alltoall[] = {
+        "moe_place",         "moe_scatter", "grouped_matmul_nt",  "grouped_matmul_nn",
+        "grouped_matmul_tn", "moe_combine", "comm_gather_device", NULL};
+    static const char *const phases[] = {"attention forward", "attention backward", "dense forward",
+                                         "dense backward",    "router forward",     "router backward",
+                                         "moe forward",       "moe backward",       "head",
+                                         "sum gradients",     "update weights",     NULL};
+    trace_step(MOE_MOK);
+    assert_step_is_traced(everywhere, phases);
+    assert_step_is_traced(mok, phases);
+    trace_step(MOE_ALLTOALL);
+    assert_step_is_traced(everywhere, phases);
+    assert_step_is_traced(alltoall, phases);
 }
 
 // ---- the script ----
@@ -459,7 +677,7 @@ static void all_ranks_are_in_one_file(void **state) {
         char name[32];
         snprintf(name, sizeof name, "rank %d", r);
         assert_string_equal(string(metadata(json, "process_name", r, 0), "name"), name);
-        assert_int_equal(find(json, "M", r, TRACE_TRACK_WORKER + 1, 0) != NULL, r % 2);
+        assert_int_equal(find(json, "M", r, TRACE_TRACK_WORKER + 2, 0) != NULL, r % 2); // "device" is the last
         assert_null(find(json, "X", r, TRACE_TRACK_WORKER, 500 * r));
         if (r == 0) continue;
         double first = number(find(json, "X", r, TRACE_TRACK_WORKER, 0), "ts");
@@ -494,6 +712,11 @@ int main(int argc, char **argv) {
         TEST(a_shorter_run_traces_its_last_step),
         TEST(a_run_that_stops_before_says_that_there_is_no_trace),
         TEST(a_run_without_trace_records_nothing),
+        TEST(an_operation_within_another_is_part_of_it),
+        TEST(nothing_is_recorded_while_it_is_off),
+        TEST(many_operations_are_all_recorded),
+        TEST(the_table_is_sorted_and_sums_to_the_step),
+        TEST(a_step_is_told_apart_by_operation),
         TEST(the_script_finds_how_much_of_the_moving_is_hidden),
         TEST(the_script_says_what_is_wrong),
     };

@@ -35,7 +35,7 @@ static void read_all(struct shards *s, const char *folder) {
     char error[FILE_ERROR] = "";
     real *weights = calloc(SIZE, sizeof *weights);
     accum *values = calloc(SIZE, sizeof *values), *bias = calloc(EXPERTS, sizeof *bias);
-    const struct shard_array arrays[] = {{"", weights, values}, {".m", NULL, values}};
+    const struct shard_array arrays[] = {{"", weights, values, false}, {".m", NULL, values, false}};
     for (int exact = 0; exact < 2; exact++) {
         bool good = shards_check(s, &table, arrays, 1 + exact, exact, error, sizeof error) &&
                     shards_check_bias(s, &config, exact, error, sizeof error);

@@ -1,0 +1,261 @@
+// The MoE layer and the whole model in two builds: the CPU build records, the GPU build compares (tests/scene.h).
+//
+// Both have the same weights, BF16 numbers all of them, and the same tokens. In between, the GPU rounds every
+// activation to BF16, and where two experts' scores are nearly alike it may choose the other one. So gradients are
+// compared on forced routes (model/route.h), the router's own choice by the loss alone.
+//
+// Limits: noise of independent roundings (1.6e-3 each, in the mean square) adds up by its squares. Measured with the
+// CPU's operations and their results rounded (tests/rounding.c); the limits are two to three times that.
+#include "tests/scene.h"
+
+#include "model/ffn.h"
+#include "model/model.h"
+#include "model/moe.h"
+#include "model/presets.h"
+
+// One MoE layer: three to six roundings.
+static const struct tolerance LAYER = {1e-2, 5e-2, 0};
+// Gradients of a model with a few blocks: dozens of roundings forward and as many backward. Single elements may cancel
+// to less than their noise, and so does the gradient of a single token's attention as a whole.
+static const struct tolerance GRADIENT = {4e-2, INFINITY, 1e-6};
+// An expert's, who may have seen a token or two.
+static const struct tolerance EXPERT_GRADIENT = {1e-1, INFINITY, 1e-6};
+// The router's: of normalized gates only differences between a token's experts are left.
+static const struct tolerance ROUTER_GRADIENT = {2.5e-1, INFINITY, 1e-6};
+// Mean of many losses: single ones are off by 1e-3 to 1e-2, with either sign.
+static const double LOSS = 2e-3;
+// With the router's own choice: a few tokens go elsewhere.
+static const double LEARNED_LOSS = 5e-3;
+
+struct model_case {
+    const char *name, *preset;
+    int batch, seq;
+    int q_rank, mtp_depth; // -1: the preset's
+};
+
+static const struct model_case cases[] = {
+    {"unit", "unit", 3, 33, -1, -1},          {"unit, whole q", "unit", 4, 40, 0, 1},
+    {"unit, no MTP", "unit", 4, 32, -1, 0},   {"unit, two MTP", "unit", 6, 32, -1, 2},
+    {"unit-12", "unit-12", 3, 33, -1, -1},    {"unit-12, whole q", "unit-12", 3, 65, 0, 0},
+    {"unit-128", "unit-128", 2, 129, -1, -1}, {"unit-128, whole q", "unit-128", 1, 128, 0, 1},
+    {"tiny", "tiny", 2, 100, -1, -1},         {"tiny, MTP", "tiny", 2, 100, 24, 1},
+    {"one token", "unit", 1, 1, -1, -1},
+};
+enum { CASES = sizeof cases / sizeof *cases };
+
+static struct config config_of(const struct model_case *k) {
+    struct config c = preset_find(k->preset)->model;
+    if (c.vocab == 0) c.vocab = 321;
+    if (k->q_rank >= 0) c.q_rank = k->q_rank;
+    if (k->mtp_depth >= 0) c.mtp_depth = k->mtp_depth;
+    c.balance_alpha = 0.1; // so that its part of the gradients shows
+    return c;
+}
+
+// Weights with which attention and routing are far from uniform.
+static void open_model(struct model *m, const struct config *c, int batch, int seq, enum moe_route route) {
+    struct moe_settings moe = {.kind = MOE_ALLTOALL, .route = route, .alltoall_chunks = 1};
+    model_open(m, c, batch, seq, true, NULL, &moe);
+    m->seed = 5;
+    m->first_use = true;
+    float *values = malloc(sizeof *values * params_largest(&m->params));
+    for (int i = 0; i < m->params.count; i++) {
+        const struct param *p = &m->params.list[i];
+        double std = p->kind == PARAM_EMBEDDING ? 1 : p->cols ? 0.7 / sqrt(p->cols) : 0.3;
+        for (size_t j = 0; j < param_size(p); j++)
+            values[j] = round_to_bf16((float)((p->cols ? 0 : 1) + std * scene_normal()));
+        device_real_from_float(m->weights + p->offset, values, param_size(p));
+    }
+    free(values);
+    size_t n = model_bias_size(c);
+    float *bias = malloc(sizeof *bias * (n + 1));
+    for (size_t i = 0; i < n; i++) bias[i] = (float)(0.2 * scene_normal());
+    device_accum_from_float(m->bias, bias, n);
+    free(bias);
+}
+
+static int32_t *make_tokens(const struct config *c, int B, int T) {
+    int columns = T + 1 + c->mtp_depth, n = B * columns;
+    int32_t *tokens = malloc(sizeof *tokens * (size_t)n);
+    for (int i = 0; i < n; i++) tokens[i] = scene_below(c->vocab);
+    if (T > 4) tokens[columns - 1] = tokens[n - columns + 3] = -1;
+    return tokens;
+}
+
+// ---- the model ----
+
+static void compare_losses(const struct model *m, struct losses sums, const struct step_totals *totals, double limit) {
+    for (int k = 0; k <= m->config.mtp_depth; k++) {
+        char name[32];
+        snprintf(name, sizeof name, "loss %d", k);
+        scene_number(name, sums.cross_entropy[k] / (double)totals->targets[k], limit);
+    }
+    if (model_moe_blocks(&m->config)) scene_number("balance", sums.balance / (double)totals->sequences, limit);
+}
+
+static struct tolerance gradient_limit(enum param_kind kind) {
+    return kind == PARAM_ROUTER ? ROUTER_GRADIENT : kind == PARAM_EXPERT ? EXPERT_GRADIENT : GRADIENT;
+}
+
+// Every tensor on its own.
+static void compare_gradients(const struct model *m) {
+    float *values = malloc(sizeof *values * params_largest(&m->params));
+    for (int i = 0; i < m->params.count; i++) {
+        const struct param *p = &m->params.list[i];
+        size_t n = param_size(p), row = (size_t)(p->transposed ? p->rows : p->cols ? p->cols : p->rows);
+        device_accum_to_float(values, m->grads + p->offset, n);
+        const char *name = strncmp(p->name, "model.", 6) == 0 ? p->name + 6 : p->name;
+        scene_floats(name, values, n, row, gradient_limit(p->kind));
+    }
+    free(values);
+}
+
+static void *copy_out(const void *device, size_t bytes) {
+    void *copy = malloc(bytes + 1);
+    device_copy_out(copy, device, bytes);
+    return copy;
+}
+
+// The pass once more: the same bytes.
+static void check_repeats(struct model *m, struct batch batch, const struct step_totals *totals) {
+    size_t bytes = sizeof(accum) * m->params.size;
+    void *first = copy_out(m->grads, bytes);
+    device_zero(m->grads, bytes);
+    device_zero(m->counts, sizeof(int64_t) * model_bias_size(&m->config));
+    model_gradient(m, batch, totals);
+    void *second = copy_out(m->grads, bytes);
+    if (memcmp(first, second, bytes) != 0) scene_fail("gradient", "the second run gave other bytes");
+    free(first);
+    free(second);
+}
+
+static void case_gradient(const struct model_case *k, enum moe_route route, const char *route_name) {
+    if (!scene_begin("model gradient", 0, "%s, %s", k->name, route_name)) return;
+    struct config c = config_of(k);
+    struct model m;
+    open_model(&m, &c, k->batch, k->seq, route);
+    int32_t *tokens = make_tokens(&c, k->batch, k->seq);
+    struct batch batch = {tokens, k->batch, k->seq, 0};
+    struct step_totals totals = {0};
+    model_add_totals(&totals, &c, batch);
+    model_gradient(&m, batch, &totals);
+    compare_losses(&m, model_take_losses(&m), &totals, LOSS);
+    compare_gradients(&m);
+    if (!scene.recording) check_repeats(&m, batch, &totals);
+    free(tokens);
+    model_close(&m);
+}
+
+static void case_learned(const struct model_case *k) {
+    if (!scene_begin("model loss", 0, "%s, learned routes", k->name)) return;
+    struct config c = config_of(k);
+    struct model m;
+    // More tokens than for gradients, so that single ones that go elsewhere do not show.
+    int batch_size = k->seq == 1 ? 1 : 8;
+    open_model(&m, &c, batch_size, k->seq, ROUTE_LEARNED);
+    int32_t *tokens = make_tokens(&c, batch_size, k->seq);
+    struct batch batch = {tokens, batch_size, k->seq, 0};
+    struct step_totals totals = {0};
+    model_add_totals(&totals, &c, batch);
+    compare_losses(&m, model_evaluate(&m, batch), &totals, LEARNED_LOSS);
+    free(tokens);
+    model_close(&m);
+}
+
+// ---- the MoE layer ----
+
+enum load { LOAD_EVEN, LOAD_ONE_EXPERT, LOAD_FEW_EXPERTS, LOAD_MASKED, LOAD_NONE, LOADS };
+static const char *const load_names[LOADS] = {"even", "the same experts", "few experts", "masked", "no routes"};
+
+static void fill_load(int32_t *ids, enum load load, int N, int E, int K) {
+    for (int t = 0; t < N; t++)
+        for (int k = 0; k < K; k++) {
+            int first = load == LOAD_ONE_EXPERT ? 0 : load == LOAD_FEW_EXPERTS ? t % 2 : t * K + t / 3;
+            bool none = load == LOAD_NONE || (load == LOAD_MASKED && t % 3 == 1);
+            ids[(size_t)t * (size_t)K + (size_t)k] = none ? -1 : (first + k) % E;
+        }
+}
+
+static void put_normals(real *device, size_t n, double deviation) {
+    float *values = malloc(sizeof *values * (n + 1));
+    for (size_t i = 0; i < n; i++) values[i] = round_to_bf16((float)(deviation * scene_normal()));
+    device_real_from_float(device, values, n);
+    free(values);
+}
+
+static void compare_real(const char *name, const real *device, size_t n, size_t row, struct tolerance t) {
+    float *values = malloc(sizeof *values * (n + 1));
+    device_real_to_float(values, device, n);
+    scene_floats(name, values, n, row, t);
+    free(values);
+}
+
+static void compare_accum(const char *name, const accum *device, size_t n, size_t row, struct tolerance t) {
+    float *values = malloc(sizeof *values * (n + 1));
+    device_accum_to_float(values, device, n);
+    scene_floats(name, values, n, row, t);
+    free(values);
+}
+
+static void case_layer(const char *preset, int N, enum load load, bool shared) {
+    if (!scene_begin("moe layer", 0, "%s, %d tokens, %s, shared %d", preset, N, load_names[load], shared)) return;
+    struct config c = preset_find(preset)->model;
+    if (c.vocab == 0) c.vocab = 64;
+    if (!shared) c.shared_experts = 0;
+    struct model m;
+    open_model(&m, &c, 1, N > 0 ? N : 1, ROUTE_LEARNED);
+    int block = c.dense_layers, E = c.experts, K = c.top_k;
+    struct block_activations *a = &m.acts.blocks[block];
+    size_t n = (size_t)N, H = (size_t)c.hidden, slots = n * (size_t)K;
+    int32_t *ids = malloc(sizeof *ids * (slots + 1));
+    float *gates = malloc(sizeof *gates * (slots + 1));
+    fill_load(ids, load, N, E, K);
+    for (size_t i = 0; i < slots; i++) gates[i] = ids[i] < 0 ? 0 : (float)scene_uniform();
+    device_copy_in(a->ids, ids, sizeof *ids * slots);
+    device_accum_from_float(a->gates, gates, slots);
+    put_normals(a->ffn_norm, n * H, 1);
+    put_normals(a->middle, n * H, 1);
+    put_normals(m.acts.dx, n * H, 1);
+    moe_forward(&m, block, m.acts.output, a->middle, N);
+    compare_real("y", m.acts.output, n * H, H, LAYER);
+    moe_backward(&m, block, m.acts.d_norm, m.acts.d_gates, m.acts.dx, N);
+    compare_real("dx", m.acts.d_norm, n * H, H, LAYER);
+    compare_accum("d_gates", m.acts.d_gates, slots, slots, LAYER);
+    const struct block_offsets *w = &m.params.blocks[block];
+    size_t experts = (size_t)E, I = (size_t)c.expert_intermediate, S = (size_t)config_shared_intermediate(&c);
+    compare_accum("experts' W13", m.grads + w->expert_w13, experts * 2 * I * H, 2 * I * H, LAYER);
+    compare_accum("experts' W2", m.grads + w->expert_w2, experts * I * H, I * H, LAYER);
+    if (shared) {
+        compare_accum("shared W13", m.grads + w->shared_w13, 2 * S * H, H, LAYER);
+        compare_accum("shared W2", m.grads + w->shared_w2, S * H, H, LAYER);
+    }
+    free(ids);
+    free(gates);
+    model_close(&m);
+}
+
+int main(int argc, char **argv) {
+    device_start(argv);
+    comm_start(&argc, &argv);
+    scene_start(argc, argv);
+    device_open(0, 1);
+    printf("# %s\n", device_name());
+    static const char *const presets_of_layers[] = {"unit", "unit-12", "unit-128"};
+    for (int p = 0; p < 3; p++)
+        for (enum load load = 0; load < LOADS && !(scene.tiny && p > 0); load++) {
+            case_layer(presets_of_layers[p], 97, load, load % 2 == 0);
+            if (!scene.small) case_layer(presets_of_layers[p], 512, load, true);
+        }
+    case_layer("tiny", 1, LOAD_EVEN, true);
+    case_layer("unit", 0, LOAD_EVEN, true);
+    for (int i = 0; i < CASES; i++) {
+        if (i > 0 && (scene.tiny || (scene.small && i % 4 != 0))) continue;
+        case_gradient(&cases[i], ROUTE_BALANCED, "balanced");
+        case_gradient(&cases[i], ROUTE_W2, "hot rank");
+        case_gradient(&cases[i], ROUTE_W4, "ragged");
+        case_learned(&cases[i]);
+    }
+    int code = scene_finish();
+    comm_stop();
+    return code;
+}

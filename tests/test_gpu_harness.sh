@@ -1,0 +1,64 @@
+#!/bin/sh
+# That the tests of the GPU can fail, shown without one: the double build takes its place, or the CPU build with BF16
+# results (tests/rounding.c). Prints TAP for tests/run.sh.
+# `make test` sets DOUBLE; MOK_TRAIN names another build than build/cpu/train.
+set -u
+
+. tests/tap.sh
+train=${MOK_TRAIN:-build/cpu/train}
+cpu=${train%/*}/tests rounded=${train%/*}/rounded/tests double=${DOUBLE:-build/double}/tests
+echo "1..7"
+
+record() { "$cpu/gpu_operations" --record "$scratch/$1" --small $2; }
+compare() { "$double/gpu_operations" --compare "$scratch/$1" --small $2; }
+
+builds_agree() { record right "" && compare right ""; }
+
+# What the GPU's one rounding to BF16 brings stays within its limits.
+rounding_is_within_the_limits() { compare right --round; }
+
+# One element of every output is wrong: every output is reported.
+every_wrong_output_is_found() {
+    record wrong --perturb >"$scratch/recorded" || return 1
+    compare wrong "" >"$scratch/compared" && return 1
+    wrong=$(sed -n 's/^# perturbed \([0-9]*\) outputs/\1/p' "$scratch/recorded")
+    found=$(sed -n 's/^not ok .* \([0-9]*\) failures$/\1/p' "$scratch/compared" | awk '{ sum += $1 } END { print sum }')
+    echo "$found of $wrong wrong outputs were found"
+    [ "$wrong" -gt 1000 ] && [ "$found" = "$wrong" ] && grep -q '^not ok .* attention_backward' "$scratch/compared"
+}
+
+missing_output_is_found() {
+    "$cpu/gpu_operations" --record "$scratch/part" --small --only matmul >/dev/null || return 1
+    compare part "" >"$scratch/compared" && return 1
+    grep -q '^# swiglu_forward .* is not in ' "$scratch/compared" && grep -q '^ok .* matmul_tn' "$scratch/compared"
+}
+
+compare_models() { "$rounded/gpu_model" --compare "$scratch/models" --tiny; }
+
+models_agree() { "$cpu/gpu_model" --record "$scratch/models" --tiny && compare_models; }
+
+# One term of the model left out: the gradients say so, each time.
+every_mistake_is_found() {
+    for mistake in router balance residual shared rotation target gate norm; do
+        export MOK_MISTAKE=$mistake
+        compare_models >"$scratch/compared" && echo "$mistake was not found" && return 1
+        grep -q '^not ok .* model gradient' "$scratch/compared" || return 1
+    done
+    unset MOK_MISTAKE
+}
+
+# (a fault of the GPU ends the program: what was compared before must not be lost)
+program_that_ends_says_what_it_found() {
+    MOK_MISTAKE=end compare_models >"$scratch/compared" && return 1
+    cat "$scratch/compared"
+    grep -q '^ok .* moe layer' "$scratch/compared" && grep -q '^not ok .* model gradient' "$scratch/compared" &&
+        grep -q 'ended in this case' "$scratch/compared"
+}
+
+check "builds agree" builds_agree
+check "rounding is within the limits" rounding_is_within_the_limits
+check "every wrong output is found" every_wrong_output_is_found
+check "a missing output is found" missing_output_is_found
+check "models agree" models_agree
+check "every mistake in a model is found" every_mistake_is_found
+check "a program that ends says what it found" program_that_ends_says_what_it_found

@@ -1,0 +1,30 @@
+#!/bin/sh
+# A small part of the GPU's tests under compute-sanitizer: reads and writes outside of memory (memcheck), threads of a block
+# that do not wait for each other (racecheck), memory read before it was written (initcheck). Prints TAP for tests/run.sh.
+set -u
+
+. tests/tap.sh
+gpu=${MOK_GPU:-build/cuda} cpu=${MOK_CPU:-build/cpu}
+sanitizer=${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer
+[ -x "$sanitizer" ] || sanitizer=compute-sanitizer
+echo "1..6"
+
+"$cpu/tests/gpu_operations" --record "$scratch/record" --tiny >/dev/null || echo "# the CPU build records nothing"
+
+# clean TOOL COMMAND...: no error, neither of the tool nor of the program.
+clean() {
+    tool=$1
+    shift
+    "$sanitizer" --tool "$tool" --error-exitcode 99 --print-limit 20 "$@" >"$scratch/report" 2>&1
+    code=$?
+    grep -v '^ok ' "$scratch/report" | tail -n 60
+    echo "exit code $code"
+    [ "$code" = 0 ] && grep -Eq 'ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards' "$scratch/report"
+}
+
+for tool in memcheck racecheck initcheck; do
+    # Every operation, each of its cases twice; poison is written to all memory first, but for what the operation takes itself.
+    check "$tool: operations" clean "$tool" "$gpu/tests/gpu_operations" --compare "$scratch/record" --tiny
+    check "$tool: two steps" clean "$tool" "$gpu/train" --preset unit --data stories --moe alltoall --steps 2 --warmup 1 \
+        --eval-every 0 --sample-tokens 0 --save-every 2 --out "$scratch/$tool"
+done
