@@ -17,34 +17,82 @@ CFLAGS  = -std=c17 -D_GNU_SOURCE $(OPT) -g -march=$(MARCH) $(OPENMP) $(WARN) $(F
 LDLIBS  = -Wl,--as-needed $(MPI_LIBS) -lcjson -lpcre2-8 -lm -lpthread
 
 # data/tokenize.c is a program of its own.
-LIBRARY = $(filter-out data/tokenize.c,$(wildcard kernels/*.c kernels/cpu/*.c data/*.c model/*.c))
+COMMON  = $(filter-out data/tokenize.c,$(wildcard kernels/*.c data/*.c model/*.c))
+LIBRARY = $(COMMON) $(wildcard kernels/cpu/*.c)
+CUDA_LIBRARY = $(COMMON) $(wildcard kernels/cuda/*.c) $(wildcard kernels/cuda/*.cu)
 TESTS   = $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 # Tests and checks that need the double build of the library.
 DOUBLE_TESTS = test_gradients
 # Tests that ranks run together: RANKS:NAME, once for each number of ranks.
 RANKED_TESTS = $(addsuffix :test_comm,1 2 3 4 6) $(addsuffix :test_parallel,1 3 4 6) $(addsuffix :test_moe,1 2 3 4 6) \
-               $(addsuffix :test_trainer_ranks,1 2 3 4 6) $(addsuffix :test_checkpoint_ranks,1 6) $(addsuffix :test_trace,1 3)
+               $(addsuffix :test_trainer_ranks,1 2 3 4 6) $(addsuffix :test_checkpoint_ranks,1 6) $(addsuffix :test_trace,1 3) \
+               $(addsuffix :test_recompute,1 2 3 4)
 # Tests that make test-full runs under the thread sanitizer.
 TSAN_TESTS = test_mok test_moe_soak
 
+# The GPU build. CUDA_ARCH=100a compiles for Blackwell.
+NVCC       = $(CUDA_PLACE)/bin/nvcc
+CUDA_ARCH ?= 90a
+NCCL_FLAGS = $(if $(NCCL_HOME),-I$(NCCL_HOME)/include)
+CUDA_CFLAGS = $(CFLAGS) -DMOK_CUDA -isystem $(CUDA_PLACE)/include $(NCCL_FLAGS)
+NVCCFLAGS   = -std=c++17 -O3 -lineinfo -gencode arch=compute_$(CUDA_ARCH),code=sm_$(CUDA_ARCH) -DMOK_CUDA -I. $(NCCL_FLAGS) \
+              -Xcompiler -Wall,-Wextra -Werror all-warnings $(EXTRA_NVCCFLAGS)
+CUDA_LDLIBS = -L$(CUDA_PLACE)/lib64 $(if $(NCCL_HOME),-L$(NCCL_HOME)/lib) $(LDLIBS) -lcublasLt -lnccl -lcudart -lstdc++ -ldl
+
 CPU    = build/cpu
 DOUBLE = build/double
+CUDA   = build/cuda
+# The CPU build with BF16 results (tests/rounding.c): it stands in for the GPU when the tests of the GPU are tested.
+ROUNDED = $(CPU)/rounded
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train tokenize run run-tiny test test-programs test-full test-sanitized thread-sanitized fuzz \
-        fuzz-targets bench-cpu detect format clean
+.PHONY: help setup train cuda tokenize run run-tiny test test-programs test-full test-sanitized thread-sanitized \
+        test-gpu test-gpu-sanitized toolkit fuzz fuzz-targets bench-cpu bench-kernels tune detect format clean
+
+# ---- this machine: MPI_CFLAGS, MPI_LIBS and MPIRUN by scripts/mpi.sh; CUDA_PLACE, CUDA_BUILDS and CUDA_GPUS by cuda.sh ----
+
+# Included before the targets, since what ./train is made of depends on them.
+
+ifneq ($(filter-out help setup detect run test fuzz test-full format clean,$(or $(MAKECMDGOALS),help)),)
+include build/mpi.mk build/cuda.mk
+endif
+build/cuda.mk: scripts/cuda.sh scripts/probe.sh build/cuda.asked
+	@mkdir -p $(@D)
+	@CC="$(CC)" sh scripts/cuda.sh > $@
+# Looked at again when there are other GPUs or another toolkit.
+build/cuda.asked: ASKED = $(CUDA_HOME) $(NCCL_HOME) $(realpath $(shell command -v nvcc 2>/dev/null)) $(shell nvidia-smi -L 2>/dev/null | wc -l)
+build/cuda.asked: force
+	@mkdir -p $(@D)
+	@echo '$(ASKED)' | cmp -s - $@ || echo '$(ASKED)' > $@
+build/mpi.mk: scripts/mpi.sh scripts/probe.sh build/mpi.asked
+	@CC="$(CC)" sh scripts/mpi.sh > $@.new || { rm -f $@.new; exit 2; }
+	@mv $@.new $@
+# The choice is made again when other ones are asked for by MPI_HOME or PATH.
+build/mpi.asked: ASKED = $(MPI_HOME) $(realpath $(shell command -v mpicc 2>/dev/null))
+build/mpi.asked: force
+	@mkdir -p $(@D)
+	@echo '$(ASKED)' | cmp -s - $@ || echo '$(ASKED)' > $@
 
 help:
 	@echo "mok.c targets:"
-	@echo "  make run        install what is missing, build, train the tiny preset on built-in stories by RANKS=2 ranks,"
-	@echo "                  sample from it"
+	@echo "  make run        install what is missing, build, train the tiny preset on built-in stories by RANKS=2 ranks"
+	@echo "                  (1 where there is one GPU), sample from it"
 	@echo "  make test       install what is missing, build and run the tests (no GPU needed)"
-	@echo "  make train      build ./train and ./tokenize"
+	@echo "  make train      build ./train, that for GPUs where there is one, and ./tokenize"
+	@echo "  make cuda       build the programs for GPUs without running them, CUDA_ARCH=90a (Hopper) or 100a (Blackwell)"
 	@echo "  make tokenize   build ./tokenize, which makes token shards and multiple-choice files"
 	@echo "  make test-full  the tests again under the address and undefined-behaviour sanitizers, those with"
 	@echo "                  threads of their own under the thread sanitizer, and make fuzz"
+	@echo "  make test-gpu   the GPU build against the CPU build: every operation, the model, whole runs; needs a GPU,"
+	@echo "                  and two for what ranks do"
+	@echo "  make test-gpu-sanitized"
+	@echo "                  a small part of it under compute-sanitizer: memcheck, racecheck, initcheck"
 	@echo "  make fuzz       every parser against hostile input, FUZZ_SECONDS=10 each"
 	@echo "  make bench-cpu  GFLOP/s of every CPU operation beside the peak of the cores"
+	@echo "  make bench-kernels"
+	@echo "                  every GPU operation beside the ceiling of this GPU"
+	@echo "  make tune       measure cuBLASLt's algorithms for TUNE_FLAGS='--preset moonlight-mini' on this GPU; training"
+	@echo "                  uses the table from then on (tune/GPU.txt, or MOK_TUNE=FILE)"
 	@echo "  make detect     say which compiler and libraries were found"
 	@echo "  make setup      install what is missing"
 	@echo "  make format     clang-format over the sources"
@@ -56,38 +104,25 @@ setup:
 detect:
 	@CC="$(CC)" MARCH="$(MARCH)" sh scripts/detect.sh
 
-train: $(CPU)/train tokenize
-	@cp -f $(CPU)/train train
+# The best build for this machine: that for GPUs where there is one.
+train: $(if $(CUDA_GPUS),$(CUDA),$(CPU))/train tokenize
+	@cp -f $< train
 tokenize: $(CPU)/tokenize
 	@cp -f $(CPU)/tokenize tokenize
 
 RUN   ?= runs/tiny
-RANKS ?= 2
+RANKS ?= $(if $(filter 1,$(CUDA_GPUS)),1,2)
 run: setup
 	@$(MAKE) --no-print-directory run-tiny
 run-tiny: train
 	$(MPIRUN) -n $(RANKS) ./train --preset tiny --out "$(RUN)" --overwrite $(RUN_FLAGS)
-
-# ---- MPI: MPI_CFLAGS, MPI_LIBS and MPIRUN of the one that scripts/mpi.sh chooses ----
-
-ifneq ($(filter-out help setup detect run test fuzz test-full format clean,$(or $(MAKECMDGOALS),help)),)
-include build/mpi.mk
-endif
-build/mpi.mk: scripts/mpi.sh scripts/probe.sh build/mpi.asked
-	@CC="$(CC)" sh scripts/mpi.sh > $@.new || { rm -f $@.new; exit 2; }
-	@mv $@.new $@
-# The choice is made again when other ones are asked for by MPI_HOME or PATH.
-build/mpi.asked: ASKED = $(MPI_HOME) $(realpath $(shell command -v mpicc 2>/dev/null))
-build/mpi.asked: force
-	@mkdir -p $(@D)
-	@echo '$(ASKED)' | cmp -s - $@ || echo '$(ASKED)' > $@
 
 # ---- objects: build/cpu (float) and build/double (the same sources with a double real) ----
 
 # What the objects were built with; they follow when it changes.
 FLAGS = $(CC) $(CFLAGS)
 build/fuzz/flags: FLAGS = $(FUZZ_CC) $(FUZZ_CFLAGS)
-$(CPU)/flags $(DOUBLE)/flags build/fuzz/flags: force
+$(CPU)/flags $(DOUBLE)/flags $(CUDA)/flags build/fuzz/flags: force
 	@mkdir -p $(@D)
 	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' > $@
 .PHONY: force
@@ -101,6 +136,31 @@ $(DOUBLE)/%.o: %.c Makefile $(DOUBLE)/flags
 	@mkdir -p $(@D)
 	@echo "  CC  $@"
 	@$(CC) $(CFLAGS) -DMOK_DOUBLE -MMD -MP -c $< -o $@
+
+$(CUDA)/flags: FLAGS = $(CC) $(CUDA_CFLAGS) $(NVCC) $(NVCCFLAGS)
+$(CUDA)/flags: | toolkit
+toolkit:
+	@[ "$(CUDA_BUILDS)" ] || { echo "make: found no CUDA toolkit with cuBLASLt and NCCL, wanted one; see make detect" >&2; exit 2; }
+$(CUDA)/%.o: %.c Makefile $(CUDA)/flags
+	@mkdir -p $(@D)
+	@echo "  CC  $@"
+	@$(CC) $(CUDA_CFLAGS) -MMD -MP -c $< -o $@
+$(CUDA)/%.cu.o: %.cu Makefile $(CUDA)/flags
+	@mkdir -p $(@D)
+	@echo "  NVCC  $@"
+	@$(NVCC) $(NVCCFLAGS) -ccbin $(CC) -MMD -MP -c $< -o $@
+$(CUDA)/libmok.a: $(patsubst %.cu,$(CUDA)/%.cu.o,$(patsubst %.c,$(CUDA)/%.o,$(CUDA_LIBRARY)))
+	@rm -f $@
+	@ar rcs $@ $^
+$(CUDA)/train: $(CUDA)/train.o $(CUDA)/libmok.a
+	@echo "  LD  $@"
+	@$(CC) $(CFLAGS) $^ -o $@ $(CUDA_LDLIBS)
+cuda: $(CUDA)/train
+$(CUDA)/tests/%: $(CUDA)/tests/%.o $(CUDA)/libmok.a
+	@echo "  LD  $@"
+	@$(CC) $(CFLAGS) $^ -o $@ -lcmocka $(CUDA_LDLIBS)
+# Needs a kernel of its own.
+$(CUDA)/tests/gpu_symm: $(CUDA)/tests/gpu_symm_kernels.cu.o
 
 # Every output element goes through the one multiply-add of this file's inner loop, so contraction cannot make two
 # blocks of one product differ.
@@ -128,16 +188,36 @@ $(DOUBLE)/tests/%: $(DOUBLE)/tests/%.o $(DOUBLE)/libmok.a
 	@echo "  LD  $@"
 	@$(CC) $(CFLAGS) $^ -o $@ -lcmocka $(LDLIBS)
 
+$(ROUNDED)/%: $(CPU)/%.o $(CPU)/tests/rounding.o $(CPU)/libmok.a
+	@mkdir -p $(@D)
+	@echo "  LD  $@"
+	@$(CC) $(CFLAGS) $(ROUNDED_CALLS) $^ -o $@ $(LDLIBS)
+
 TEST_PROGRAMS = $(foreach t,$(TESTS),$(if $(filter $(t),$(DOUBLE_TESTS)),$(DOUBLE),$(CPU))/tests/$(t))
 # As tests/run.sh takes them: PROGRAM, or RANKS:PROGRAM.
 RANKED_RUNS = $(subst :test_,:$(CPU)/tests/test_,$(RANKED_TESTS))
 TEST_RUNS   = $(filter-out $(foreach r,$(RANKED_RUNS),$(lastword $(subst :, ,$(r)))),$(TEST_PROGRAMS)) $(RANKED_RUNS)
 
+# The GPU build against the CPU build: one source, one program in each, which tests/test_gpu*.sh run.
+GPU_PROGRAMS     = gpu_operations gpu_model
+ROUNDED_CALLS    = $(shell sed -n 's/^WRAP.\([a-z_]*\),.*/-Wl,--wrap=\1/p' tests/rounding.c)
+HARNESS_PROGRAMS = $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(DOUBLE)/tests/gpu_operations \
+                   $(GPU_PROGRAMS:%=$(ROUNDED)/tests/%) $(ROUNDED)/train
+GPU_TESTED       = $(CPU)/train $(CUDA)/train $(CUDA)/tests/gpu_symm $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(GPU_PROGRAMS:%=$(CUDA)/tests/%)
+
 test: setup
 	@$(MAKE) --no-print-directory test-programs
-test-programs: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS)
+test-programs: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS) $(HARNESS_PROGRAMS)
 	@COMPILE="$(CC) $(CFLAGS) -DMOK_DOUBLE" LIBS="-lcmocka $(LDLIBS)" DOUBLE=$(DOUBLE) MPIRUN="$(MPIRUN)" \
-	    sh tests/run.sh $(TEST_RUNS) tests/test_mistakes.sh tests/test_detect.sh tests/test_launch.sh tests/test_plan_header.sh
+	    MOK_CPU=$(CPU) MOK_GPU=$(ROUNDED) MOK_GPUS=0 sh tests/run.sh $(TEST_RUNS) tests/test_mistakes.sh \
+	    tests/test_detect.sh tests/test_launch.sh tests/test_launch_scripts.sh tests/test_plan_header.sh \
+	    tests/test_gpu_harness.sh tests/test_gpu.sh
+
+test-gpu: $(GPU_TESTED)
+	@MOK_CPU=$(CPU) MOK_GPU=$(CUDA) MPIRUN="$(MPIRUN)" TEST_SECONDS=$${TEST_SECONDS:-1200} \
+	    sh tests/run.sh tests/test_gpu_operations.sh tests/test_gpu_model.sh tests/test_gpu.sh
+test-gpu-sanitized: $(GPU_TESTED)
+	@MOK_CPU=$(CPU) MOK_GPU=$(CUDA) CUDA_HOME=$(CUDA_PLACE) sh tests/run.sh tests/test_gpu_sanitized.sh
 
 # OpenMP's pragmas mean nothing, and tests/serial/omp.h stands in for its header.
 SERIAL = -Wno-unknown-pragmas -Itests/serial
@@ -191,8 +271,15 @@ bench-cpu: $(CPU)/tests/bench_cpu $(CPU)/tests/bench_moe
 	@$(CPU)/tests/bench_moe
 	@$(MPIRUN) -n 2 $(CPU)/tests/bench_moe
 
+bench-kernels: $(CUDA)/tests/bench_kernels
+	@$(CUDA)/tests/bench_kernels
+
+TUNE_FLAGS ?= --preset moonlight-mini
+tune: $(CUDA)/tests/tune
+	@$(CUDA)/tests/tune $(TUNE_FLAGS)
+
 format:
-	clang-format -i train.c */*.c */*.h */*/*.c */*/*.h
+	clang-format -i train.c */*.c */*.h */*/*.c */*/*.h */*.cu */*/*.cu */*/*.cuh
 
 clean:
 	rm -rf build train tokenize
