@@ -155,7 +155,6 @@ $(CUDA)/libmok.a: $(patsubst %.cu,$(CUDA)/%.cu.o,$(patsubst %.c,$(CUDA)/%.o,$(CU
 $(CUDA)/train: $(CUDA)/train.o $(CUDA)/libmok.a
 	@echo "  LD  $@"
 	@$(CC) $(CFLAGS) $^ -o $@ $(CUDA_LDLIBS)
-cuda: $(CUDA)/train
 $(CUDA)/tests/%: $(CUDA)/tests/%.o $(CUDA)/libmok.a
 	@echo "  LD  $@"
 	@$(CC) $(CFLAGS) $^ -o $@ -lcmocka $(CUDA_LDLIBS)
@@ -204,6 +203,8 @@ ROUNDED_CALLS    = $(shell sed -n 's/^WRAP.\([a-z_]*\),.*/-Wl,--wrap=\1/p' tests
 HARNESS_PROGRAMS = $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(DOUBLE)/tests/gpu_operations \
                    $(GPU_PROGRAMS:%=$(ROUNDED)/tests/%) $(ROUNDED)/train
 GPU_TESTED       = $(CPU)/train $(CUDA)/train $(CUDA)/tests/gpu_symm $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(GPU_PROGRAMS:%=$(CUDA)/tests/%)
+
+cuda: $(CUDA)/train $(addprefix $(CUDA)/tests/,$(GPU_PROGRAMS) gpu_symm bench_kernels tune)
 
 test: setup
 	@$(MAKE) --no-print-directory test-programs

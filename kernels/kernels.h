@@ -89,11 +89,10 @@ size_t device_library_bytes(int ranks);
 // The largest sizes that they are called with. Zero where there is nothing of the kind.
 struct scratch_sizes {
     int rows, width;                                         // of norms, and rows of everything else
-    int vocab;                                               // of the embedding
     int hidden, experts, top_k, sequences;                   // of the router and of dispatch
     int batch, length, heads, nope_dim, rope_dim, value_dim; // of attention_backward
 };
-// Bytes for the operation that needs most, since they use it in turn; 0 on the CPU, which takes it from the stack.
+// Bytes for the operation that needs most, since they use it in turn; 0 on the CPU, which takes it call by call.
 size_t device_scratch_bytes(const struct scratch_sizes *s);
 // Takes them now. An operation that finds too little takes more by itself, while everything waits.
 void device_reserve_scratch(size_t bytes);

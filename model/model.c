@@ -59,7 +59,6 @@ struct scratch_sizes model_scratch_sizes(const struct config *c, int batch, int 
     if (width < c->kv_rank) width = c->kv_rank;
     struct scratch_sizes s = {.rows = batch * seq,
                               .width = width,
-                              .vocab = c->vocab,
                               .hidden = c->hidden,
                               .experts = moe ? c->experts : 0,
                               .top_k = moe ? c->top_k : 0,

@@ -276,8 +276,8 @@ static void all_parts_are_in_the_sum(void **state) {
     assert_int_equal(plan.total_bytes, plan.weight_bytes + plan.gradient_bytes + plan.master_bytes + plan.moment_bytes +
                                            plan.activation_bytes + plan.symmetric_bytes + plan.moe_bytes +
                                            plan.scratch_bytes + plan.library_bytes);
-    assert_true(scratch.rows == 32 && scratch.width == uneven.hidden && scratch.vocab == uneven.vocab &&
-                scratch.experts == uneven.experts && scratch.top_k == 2 && scratch.sequences == 2);
+    assert_true(scratch.rows == 32 && scratch.width == uneven.hidden && scratch.experts == uneven.experts &&
+                scratch.top_k == 2 && scratch.sequences == 2);
     assert_true(scratch.batch == 2 && scratch.length == 16 && scratch.heads == 4 && scratch.nope_dim == 16 &&
                 scratch.rope_dim == 8 && scratch.value_dim == 10);
     assert_int_equal(model_scratch_sizes(&uneven, 2, 16, false).batch, 0); // no backward pass

@@ -1,8 +1,9 @@
 // What this backend does not have: the megakernel, and the expert products that would share its tiles. The options
-// refuse both, so only sizes are asked for; a call of anything else is refused here.
+// refuse both by asking whether they are there, so that nothing else here is called.
 #include "kernels/mok.h"
 
-#include "kernels/cuda/cuda.h"
+#include "kernels/fail.h"
+#include "kernels/kernels.h"
 
 static _Noreturn void refuse(void) {
     fail_user("--moe", "found mok, which this build for GPUs does not have; use --moe alltoall");
@@ -12,16 +13,16 @@ bool mok_available(void) { return false; }
 
 bool grouped_matmul_available(enum grouped_core core) { return core == GROUPED_CUBLASLT; }
 
-// One worker for each multiprocessor.
-int mok_default_workers(void) { return cuda_multiprocessors(); }
+int mok_default_workers(void) { refuse(); }
 
-// A word for each rank and one for this rank's tokens, each in a cache line of its own.
-size_t mok_header_bytes(int ranks) { return 64 * ((size_t)ranks + 1); }
+size_t mok_header_bytes(int ranks) {
+    (void)ranks;
+    refuse();
+}
 
 size_t mok_plan_bytes(const struct mok_shape *s) {
-    size_t experts = (size_t)mok_most_experts(s), blocks = mok_capacity_blocks(s);
-    size_t numbers = 2 * experts + 1 + 2 * blocks + experts * (size_t)s->ranks;
-    return blocks * MOK_BLOCK_ROWS * sizeof(struct mok_row) + numbers * sizeof(int);
+    (void)s;
+    refuse();
 }
 
 void mok_set_tokens(struct mok_group *g, int tokens) {
