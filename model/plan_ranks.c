@@ -34,7 +34,7 @@ static void routes_open(struct routes *r, const struct options *o, int ranks) {
     *r = (struct routes){.ranks = ranks, .experts = o->model.experts, .top_k = o->model.top_k};
     r->base = alloc((size_t)ranks, sizeof *r->base);
     r->tokens = alloc((size_t)ranks, sizeof *r->tokens);
-    r->ids = (mok_header_bytes(ranks) + 63) / 64 * 64;
+    r->ids = o->moe.kind == MOE_MOK ? (mok_header_bytes(ranks) + 63) / 64 * 64 : 0;
     r->gates = r->ids + (most * sizeof(int32_t) + 63) / 64 * 64;
     size_t piece = r->gates + (most * sizeof(accum) + 63) / 64 * 64;
     for (int rank = 0; rank < ranks; rank++) r->base[rank] = alloc(piece, 1);
