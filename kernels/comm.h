@@ -60,11 +60,12 @@ void comm_receive(struct comm *c, void *host, size_t bytes, int from);
 // values [offsets[size]], on every rank a full array. Rank r gets the sums of its own piece, elements offsets[r] ..
 // offsets[r+1] - 1; the rest of the array is left as the operation likes.   offsets (host) [size + 1], the same everywhere
 void comm_reduce_scatter(struct comm *c, accum *values, const size_t *offsets);
-// Every rank has its own piece of values; afterwards all pieces are everywhere. In two halves, so that computing goes on in
-// between: begin returns at once, and until comm_exchange_finish returns values may not be touched.
+// Every rank has its own piece of values; afterwards all pieces are everywhere.
+void comm_all_gather(struct comm *c, real *values, const size_t *offsets);
+// The same in two halves, so that computing goes on in between: begin returns at once, and until comm_exchange_finish
+// returns values may not be touched.
 struct comm_exchange;
 struct comm_exchange *comm_all_gather_begin(struct comm *c, real *values, const size_t *offsets);
-void comm_all_gather(struct comm *c, real *values, const size_t *offsets);
 // all [size * bytes] receives every rank's mine [bytes].
 void comm_gather_device(struct comm *c, void *all, const void *mine, size_t bytes);
 // Rows between all pairs (all-to-all-v). Rank r is sent rows from[from_offsets[r] .. from_offsets[r+1]) of row_bytes each

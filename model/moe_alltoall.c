@@ -118,8 +118,8 @@ void moe_alltoall_open(struct model *m) {
     const struct config *c = &m->config;
     struct moe_alltoall *l = m->alltoall = host_alloc(1, sizeof *l);
     size_t E = (size_t)c->experts, routes = (size_t)m->acts.batch * (size_t)m->acts.seq * (size_t)c->top_k;
-    moe_alltoall_bytes(c, m->parallel->ep, m->acts.batch, m->acts.seq, m->grads,
-                       m->moe.recompute); // sizes that nothing can hold end here
+    // Sizes that nothing can hold end here.
+    moe_alltoall_bytes(c, m->parallel->ep, m->acts.batch, m->acts.seq, m->grads, m->moe.recompute);
     l->group = m->parallel->group;
     l->ranks = comm_size(l->group);
     l->rank = comm_rank(l->group);

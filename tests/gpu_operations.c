@@ -94,8 +94,8 @@ static void case_matmul(bool transposed, int M, int N, int K, int add, int shift
     double size = sqrt(K + 1.0); // of y
     const real *other = add == ADD_OTHER ? in_real((size_t)M, (size_t)N, size) : NULL;
     struct tolerance t = add == ADD_NOTHING ? ROUNDED : ROUNDED_TWICE;
-    real *y = add == ADD_ITSELF ? change_real("y", (size_t)M, (size_t)N, size, t)
-                                : out_real("y", (size_t)M, (size_t)N, t);
+    real *y =
+        add == ADD_ITSELF ? change_real("y", (size_t)M, (size_t)N, size, t) : out_real("y", (size_t)M, (size_t)N, t);
     while (scene_run()) (transposed ? matmul_nt : matmul_nn)(y, x, w, M, N, K, add == ADD_ITSELF ? y : other);
 }
 
@@ -125,8 +125,8 @@ static void fill_offsets(int *offsets, int E, int rows, int first, enum spread s
 static void case_grouped(int form, int E, int rows, int N, int K, enum spread spread, int first) {
     static const char *const names[] = {"grouped_matmul_nt", "grouped_matmul_nn", "grouped_matmul_tn",
                                         "grouped_matmul_tn"}; // the last one stores
-    if (!scene_begin(names[form], (double)rows * N * K, "E %d rows %d N %d K %d spread %d first %d%s", E, rows, N,
-                     K, spread, first, form == 3 ? " stored" : ""))
+    if (!scene_begin(names[form], (double)rows * N * K, "E %d rows %d N %d K %d spread %d first %d%s", E, rows, N, K,
+                     spread, first, form == 3 ? " stored" : ""))
         return;
     int *offsets = malloc(sizeof *offsets * (size_t)(E + 1));
     fill_offsets(offsets, E, rows, first, spread);

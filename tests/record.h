@@ -184,7 +184,7 @@ static inline struct difference record_difference(const double *found, const flo
 
 // ---- BF16 ----
 
-// The nearest BF16 number, ties to even, as a float. NaN stays NaN.
+// The nearest BF16 number, ties to even, as a float. NaN stays NaN. Its own, since kernels/bf16.h is what it checks.
 static inline float round_to_bf16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);

@@ -11,6 +11,7 @@
 #ifndef MOK_TESTS_SCENE_H
 #define MOK_TESTS_SCENE_H
 
+#include "kernels/bf16.h"
 #include "kernels/kernels.h"
 #include "kernels/random.h"
 #include "tests/record.h"
@@ -129,9 +130,7 @@ static inline size_t kind_bytes(enum kind kind) {
 
 static inline real host_real(float value) {
 #ifdef MOK_CUDA
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return (real){(uint16_t)(bits >> 16)}; // the values are BF16 already
+    return (real){bf16_from_float(value)}; // the values are BF16 already
 #else
     return (real)value;
 #endif
@@ -139,10 +138,7 @@ static inline real host_real(float value) {
 
 static inline double host_double(real value) {
 #ifdef MOK_CUDA
-    uint32_t bits = (uint32_t)value.bits << 16;
-    float number;
-    memcpy(&number, &bits, sizeof number);
-    return number;
+    return bf16_to_float(value.bits);
 #else
     return (double)value;
 #endif

@@ -6,6 +6,7 @@
 #include <dirent.h>
 
 #include "data/files.h"
+#include "kernels/bf16.h"
 #include "model/safetensors.h"
 #include "model/shards.h"
 
@@ -416,11 +417,8 @@ static void one_bf16_file_of_another_program_loads_as_weights_but_is_no_state(vo
 
 static float rounded_to_bf16(float value) {
     uint16_t half;
-    uint32_t bits;
     safetensors_bf16_from_f32(&half, &value, 1);
-    bits = (uint32_t)half << 16;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+    return bf16_to_float(half);
 }
 
 static uint64_t bytes_of_weights(const char *index_path) {

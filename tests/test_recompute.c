@@ -21,7 +21,7 @@ static struct config config_of(int dense_layers, int mtp_depth) {
     return c;
 }
 
-// A small ring makes several macrobatches, of which the first one is rebuilt as well now.
+// A small ring makes several macrobatches; without recomputation all but the first one are replayed, with it that one too.
 static const struct moe_settings ways[] = {
     {.kind = MOE_ALLTOALL, .alltoall_chunks = 1},
     {.kind = MOE_ALLTOALL, .alltoall_chunks = 3},

@@ -9,8 +9,8 @@
 #include "kernels/cpu/gemm.h"
 #include "kernels/fail.h"
 #include "kernels/kernels.h"
-#include "kernels/threads.h"
 #include "kernels/operation.h"
+#include "kernels/threads.h"
 
 void device_start(char **argv) { threads_start(argv); }
 

@@ -3,8 +3,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "kernels/clock.h"
 #include "kernels/backoff.h"
+#include "kernels/clock.h"
 #include "kernels/cpu/mok_tasks.h"
 #include "kernels/cpu/pool.h"
 #include "kernels/fail.h"

@@ -1,5 +1,4 @@
-// What a plan says of a GPU's memory without touching it: no call of CUDA, so that plans
-// are made where there is none.
+// What a plan says of a GPU's memory without touching it: no call of CUDA, so that plans are made where there is none.
 #include "kernels/cuda/matmul.h"
 #include "kernels/kernels.h"
 

@@ -1,12 +1,12 @@
 // What this backend does not have: the megakernel, and the expert products that would share its tiles. The options
-// refuse both by asking whether they are there, so that nothing else here is called.
+// refuse both by asking whether they are there; whatever else is called here is a mistake of the caller.
 #include "kernels/mok.h"
 
 #include "kernels/fail.h"
 #include "kernels/kernels.h"
 
 static _Noreturn void refuse(void) {
-    fail_user("--moe", "found mok, which this build for GPUs does not have; use --moe alltoall");
+    fail_internal("megakernel", "found a call, wanted none: this build for GPUs does not have it");
 }
 
 bool mok_available(void) { return false; }
