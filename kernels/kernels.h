@@ -105,8 +105,9 @@ void device_reserve_scratch(size_t bytes);
 void matmul_nt(real *y, const real *x, const real *w, int M, int N, int K, const real *add);
 // y = x w + add         y, add [M, N]   x [M, K]   w [K, N]
 void matmul_nn(real *y, const real *x, const real *w, int M, int N, int K, const real *add);
-// dw += a^T b           dw [M, N]   a [K, M]   b [K, N]     the weight-gradient product; K counts tokens
-void matmul_tn(accum *dw, const real *a, const real *b, int M, int N, int K);
+// dw = a^T b, or with add dw += a^T b      dw [M, N]   a [K, M]   b [K, N]      the weight-gradient product. K counts
+// tokens; without any, dw stays as it is with add, else gets zeros.
+void matmul_tn(accum *dw, const real *a, const real *b, int M, int N, int K, bool add);
 
 // The same three for E experts at once. Rows of expert e are offsets[e] .. offsets[e+1]-1 (offsets [E + 1], host
 // memory); w and dw hold the experts' matrices one after the other. Rows outside are not written. add: dw += as above,
@@ -147,7 +148,7 @@ void rope_rotate(real *x, int row_stride, int heads, int head_stride, int first,
 struct attention_shape {
     int batch, length, heads; // B sequences of T tokens, n heads
     int nope_dim, rope_dim, value_dim;
-    double scale; // of the scores before the softmax
+    double scale; // of the scores before the softmax, above 0
 };
 
 // The widest heads, of queries and of values, that both passes take. INT_MAX: any.

@@ -22,8 +22,8 @@ static void dense_backward(struct model *m, int block, real *d_norm, const real 
     int H = m->config.hidden, I = m->config.intermediate, begin = trace_mark(m->trace);
     matmul_nt(s->d_hidden, dy, m->weights + w->w2, N, I, H, NULL);
     swiglu_backward(s->d_gate_up, s->ffn_hidden, NULL, s->d_hidden, a->gate_up, NULL, NULL, N, I);
-    matmul_tn(m->grads + w->w2, s->ffn_hidden, dy, I, H, N);
-    matmul_tn(m->grads + w->w13, s->d_gate_up, a->ffn_norm, 2 * I, H, N);
+    matmul_tn(m->grads + w->w2, s->ffn_hidden, dy, I, H, N, !m->first_use);
+    matmul_tn(m->grads + w->w13, s->d_gate_up, a->ffn_norm, 2 * I, H, N, !m->first_use);
     matmul_nn(d_norm, s->d_gate_up, m->weights + w->w13, N, H, 2 * I, NULL);
     trace_add_phase(m->trace, "dense backward", block, begin);
 }

@@ -53,34 +53,35 @@ void mla_backward(struct model *m, int block, real *dx, int B, int T) {
     const struct activations *s = &m->acts;
     const real *weights = m->weights;
     accum *grads = m->grads;
+    bool add = !m->first_use;
     int N = B * T, H = c->hidden, rq = c->q_rank, rk = c->kv_rank, kv_a_width = rk + c->rope_dim;
     int q_width = c->heads * config_query_dim(c), kv_width = c->heads * (c->nope_dim + c->value_dim);
     int o_width = c->heads * c->value_dim;
 
     matmul_nn(s->d_o, dx, weights + w->o, N, o_width, H, NULL);
-    matmul_tn(grads + w->o, dx, a->o, H, o_width, N);
+    matmul_tn(grads + w->o, dx, a->o, H, o_width, N, add);
     attention_backward(s->d_q, s->d_kv, s->d_kv_a + rk, kv_a_width, s->d_o, a->q, a->kv, a->kv_a + rk, kv_a_width, a->o,
                        a->lse, shape_of(c, B, T));
 
     rotate_key(m, s->d_kv_a, N, T, true);
     matmul_nn(s->d_latent, s->d_kv, weights + w->kv_b, N, rk, kv_width, NULL);
-    matmul_tn(grads + w->kv_b, s->d_kv, a->latent, kv_width, rk, N);
+    matmul_tn(grads + w->kv_b, s->d_kv, a->latent, kv_width, rk, N, add);
     rmsnorm_backward(s->d_kv_a, kv_a_width, false, grads + w->kv_a_norm, s->d_latent, rk, a->kv_a, kv_a_width,
                      weights + w->kv_a_norm, a->latent_rstd, N, rk);
     matmul_nn(s->d_norm, s->d_kv_a, weights + w->kv_a, N, H, kv_a_width, NULL);
-    matmul_tn(grads + w->kv_a, s->d_kv_a, a->attention_norm, kv_a_width, H, N);
+    matmul_tn(grads + w->kv_a, s->d_kv_a, a->attention_norm, kv_a_width, H, N, add);
 
     rotate_queries(m, s->d_q, N, T, true);
     if (rq) {
         matmul_nn(s->d_q_a_norm, s->d_q, weights + w->q_b, N, rq, q_width, NULL);
-        matmul_tn(grads + w->q_b, s->d_q, a->q_a_norm, q_width, rq, N);
+        matmul_tn(grads + w->q_b, s->d_q, a->q_a_norm, q_width, rq, N, add);
         rmsnorm_backward(s->d_q_a, rq, false, grads + w->q_a_norm, s->d_q_a_norm, rq, a->q_a, rq, weights + w->q_a_norm,
                          a->q_a_rstd, N, rq);
         matmul_nn(s->d_norm, s->d_q_a, weights + w->q_a, N, H, rq, s->d_norm);
-        matmul_tn(grads + w->q_a, s->d_q_a, a->attention_norm, rq, H, N);
+        matmul_tn(grads + w->q_a, s->d_q_a, a->attention_norm, rq, H, N, add);
     } else {
         matmul_nn(s->d_norm, s->d_q, weights + w->q, N, H, q_width, s->d_norm);
-        matmul_tn(grads + w->q, s->d_q, a->attention_norm, q_width, H, N);
+        matmul_tn(grads + w->q, s->d_q, a->attention_norm, q_width, H, N, add);
     }
     rmsnorm_backward(dx, H, true, grads + w->input_norm, s->d_norm, H, a->input, H, weights + w->input_norm,
                      a->attention_rstd, N, H);

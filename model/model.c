@@ -153,21 +153,23 @@ static void mtp_forward(struct model *m, int k, int B, int T, bool count) {
 }
 
 // Head and cross-entropy of heads[k], one chunk of logits at a time. With gradient: d_normed is written, the head's
-// weight gradient added, both multiplied by scale. The N losses stand behind those of the heads before it.
+// weight gradient added or stored, both multiplied by scale. The N losses stand behind those of the heads before it.
+// All heads share one weight: the first chunk of the first one stores its gradient, a rank without tokens too (zeros).
 static void head_loss(struct model *m, int k, int N, bool gradient, double scale) {
     struct activations *a = &m->acts;
     struct head_activations *head = &a->heads[k];
     const real *w = m->weights + m->params.head;
     accum *losses = a->losses + (size_t)k * (size_t)N;
     int H = m->config.hidden, V = m->config.vocab, begin = trace_mark(m->trace);
-    for (int first = 0; first < N; first += a->logit_rows) {
+    for (int first = 0; first == 0 || first < N; first += a->logit_rows) {
         int rows = N - first < a->logit_rows ? N - first : a->logit_rows;
         const real *normed = head->normed + (size_t)first * H;
         matmul_nt(a->logits, normed, w, rows, V, H, NULL);
         cross_entropy(a->logits, losses + first, a->heads[k + 1].ids + first, rows, V, gradient, scale);
         if (!gradient) continue;
         matmul_nn(head->d_normed + (size_t)first * H, a->logits, w, rows, H, V, NULL);
-        matmul_tn(m->grads + m->params.head, a->logits, normed, V, H, rows);
+        bool add = !m->first_use || k > 0 || first > 0;
+        matmul_tn(m->grads + m->params.head, a->logits, normed, V, H, rows, add);
     }
     trace_add_phase(m->trace, "head", -1, begin);
 }
@@ -218,7 +220,7 @@ static void mtp_backward(struct model *m, int k, int B, int T, int64_t sequences
     rmsnorm_backward(s->dx, H, deeper, m->grads + w->head_norm, head->d_normed, H, a->output, H,
                      m->weights + w->head_norm, head->rstd, N, H);
     block_backward(m, block, s->dx, B, T, sequences);
-    matmul_tn(m->grads + w->eh_proj, s->dx, a->concat, H, 2 * H, N);
+    matmul_tn(m->grads + w->eh_proj, s->dx, a->concat, H, 2 * H, N, !m->first_use);
     matmul_nn(s->d_concat, s->dx, m->weights + w->eh_proj, N, 2 * H, H, NULL);
     rmsnorm_backward(s->d_norm, H, false, m->grads + w->enorm, s->d_concat, 2 * H, a->embedded, H,
                      m->weights + w->enorm, a->embedded_rstd, N, H);
@@ -257,6 +259,20 @@ void model_score(struct model *m, struct batch batch, float *losses) {
     device_accum_to_float(losses, m->acts.losses, (size_t)batch.B * (size_t)batch.T);
 }
 
+// One stretch of neighbours at a time. Routed experts, of which some have no offset here, are all stored: none is in a
+// stretch that is zeroed. Nothing but zeros is written to padding.
+void model_begin_gradients(struct model *m) {
+    const struct param *list = m->params.list;
+    int count = m->params.count;
+    for (int first = 0, end; first < count; first = end) {
+        for (end = first + 1; end < count && list[end].stored == list[first].stored;) end++;
+        if (list[first].stored) continue;
+        size_t begin = list[first].offset, size = list[end - 1].offset + param_size(&list[end - 1]) - begin;
+        device_zero(m->grads + begin, sizeof(accum) * size);
+    }
+    m->first_use = true;
+}
+
 void model_gradient(struct model *m, struct batch batch, const struct step_totals *totals) {
     int B = batch.B, T = batch.T, D = m->config.mtp_depth;
     load_tokens(m, batch);
@@ -269,6 +285,7 @@ void model_gradient(struct model *m, struct batch batch, const struct step_total
     }
     for (int k = D; k >= 1; k--) mtp_backward(m, k, B, T, totals->sequences);
     layers_backward(m, B, T, totals->sequences);
+    m->first_use = false;
     add_losses(m, B, T);
 }
 

@@ -20,7 +20,7 @@ struct model {
     struct params params; // all dense tensors and this rank's experts
     real *weights;        // [params.size]
     accum *grads;         // [params.size], NULL without training
-    bool first_use;       // the next backward pass is the first of its step: experts' gradients are stored, not added
+    bool first_use;       // the next backward pass is the first of its step: it stores gradients that products make
     accum *bias;          // [MoE blocks, E] selection bias
     int64_t *counts;      // [MoE blocks, E] this rank's routes since the counts were zeroed
     double *sums;         // [mtp_depth + 2] of losses since they were taken: main model, MTP depths, balance
@@ -94,7 +94,11 @@ struct losses model_evaluate(struct model *m, struct batch batch);
 // Forward pass of the main model alone: the cross-entropy of every target, 0 where it is masked.   losses (host) [B, T]
 void model_score(struct model *m, struct batch batch, float *losses);
 
-// Forward and backward pass: adds to grads the gradient of
+// A step begins. Gradients that are stored (params.h) are left to the next call of model_gradient, whatever is in their
+// memory; the others are zeroed.
+void model_begin_gradients(struct model *m);
+
+// Forward and backward pass: adds to grads, or stores in them, the gradient of
 //   CE + (lambda / D) sum_k CE_k + alpha * balance,   each divided by the step's totals,
 // and adds every MoE block's routes to counts. Its losses are among those of model_take_losses.
 void model_gradient(struct model *m, struct batch batch, const struct step_totals *totals);

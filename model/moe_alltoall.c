@@ -444,25 +444,18 @@ static void rebuild_rows(const struct pass *p, int N) {
     }
 }
 
-// The shared expert's gradients begin at zero in the first pass of a step; those of the others are stored by it.
-static void clear_gradients(const struct pass *p) {
-    size_t H = (size_t)p->H, shared = (size_t)config_shared_intermediate(&p->m->config);
-    if (shared == 0) return;
-    device_zero(p->m->grads + p->w->shared_w13, sizeof(accum) * 2 * shared * H);
-    device_zero(p->m->grads + p->w->shared_w2, sizeof(accum) * shared * H);
-}
-
 // shared_out = gradient of the normed input through the shared expert
 static void shared_backward(const struct pass *p, const real *dy, int N) {
     const struct activations *s = &p->m->acts;
     const real *weights = p->m->weights;
     accum *grads = p->m->grads;
+    bool add = !p->m->first_use;
     int H = p->H, I = config_shared_intermediate(&p->m->config);
     if (I == 0) return;
     matmul_nt(s->d_hidden, dy, weights + p->w->shared_w2, N, I, H, NULL);
     swiglu_backward(s->d_gate_up, s->ffn_hidden, NULL, s->d_hidden, p->a->gate_up, NULL, NULL, N, I);
-    matmul_tn(grads + p->w->shared_w2, s->ffn_hidden, dy, I, H, N);
-    matmul_tn(grads + p->w->shared_w13, s->d_gate_up, p->a->ffn_norm, 2 * I, H, N);
+    matmul_tn(grads + p->w->shared_w2, s->ffn_hidden, dy, I, H, N, add);
+    matmul_tn(grads + p->w->shared_w13, s->d_gate_up, p->a->ffn_norm, 2 * I, H, N, add);
     matmul_nn(s->shared_out, s->d_gate_up, weights + p->w->shared_w13, N, H, 2 * I, NULL);
 }
 
@@ -500,7 +493,6 @@ void moe_alltoall_backward(struct model *m, int block, real *dx, accum *d_gates,
     int slots = N * p->K;
     reserve_backward(l, &m->config, (size_t)rows_here(p));
     real *d_rows = l->d_rows.memory;
-    if (m->first_use) clear_gradients(p);
     if (m->moe.recompute == RECOMPUTE_MOE) rebuild_rows(p, N);
     if (alone) device_zero(d_gates, sizeof(accum) * (size_t)slots); // those of routes that were not placed
     scatter_rows(p, d_rows, dy, N);

@@ -41,6 +41,7 @@ static struct param *append(struct params *p, int block, enum param_kind kind, c
     entry->rows = rows;
     entry->cols = cols;
     entry->decay = cols > 0;
+    entry->stored = cols > 0 && kind != PARAM_EMBEDDING && kind != PARAM_ROUTER;
     entry->kind = kind;
     entry->block = block;
     entry->expert = -1;

@@ -31,6 +31,7 @@ struct param {
     int rows, cols;  // shape in the file; cols 0 for a vector of rows elements
     bool transposed; // in memory [cols, rows]
     bool decay;      // weight decay applies: matrices yes, norms no
+    bool stored;     // its gradient is a product: the first pass of a step stores it; else zeroed, and passes only add
     enum param_kind kind;
     int block;     // layer or MTP module it belongs to; -1 for embedding, head and the last norm
     int expert;    // routed expert it belongs to; -1 for none

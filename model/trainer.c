@@ -167,13 +167,11 @@ static void pass_over_step(struct trainer *t, const struct step_totals *totals) 
     const struct options *o = &t->options;
     size_t length = (size_t)window_length(o);
     t->model.step = t->step;
-    t->model.first_use = true;
     for (int64_t round = 0; round < t->share.rounds; round++) {
         int64_t first = round * o->batch;
         int rows = share_round(&t->share, round, o->batch);
         struct batch batch = {rows ? t->window + (size_t)first * length : NULL, rows, o->seq, t->share.first + first};
         model_gradient(&t->model, batch, totals);
-        t->model.first_use = false;
     }
 }
 
@@ -181,8 +179,7 @@ void trainer_accumulate(struct trainer *t, struct step_report *report) {
     int begin = trace_mark(t->model.trace);
     t->window = prefetch_take(t->prefetch, t->sequences + t->share.first, &report->data_seconds);
     struct step_totals totals = step_totals(t);
-    // The first backward pass of the step stores the experts' gradients.
-    device_zero(t->model.grads, sizeof(accum) * t->model.params.dense_size);
+    model_begin_gradients(&t->model);
     device_zero(t->model.counts, sizeof(int64_t) * model_bias_size(&t->options.model));
     trace_add_phase(t->model.trace, "read data", -1, begin);
     pass_over_step(t, &totals);

@@ -72,7 +72,7 @@ void trainer_start_from(struct trainer *t, const char *folder);
 // Sequences of one optimizer step.
 int64_t trainer_sequences_per_step(const struct options *o);
 
-// One optimizer step: zero gradients, accumulate over micro-batches, clip, update weights and selection bias. Collective.
+// One optimizer step: accumulate gradients over micro-batches, clip, update weights and selection bias. Collective.
 struct step_report trainer_step(struct trainer *t);
 
 // The two halves of it, collective. accumulate fills the gradients of this rank's shards with the sums over all ranks (the

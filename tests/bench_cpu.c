@@ -62,7 +62,7 @@ static void bench_linear(const char *preset, const char *what, int rows, int out
     TIME(seconds, matmul_nn(x, y, w, rows, in, out, NULL));
     snprintf(name, sizeof name, "%s dx", what);
     print_flops(preset, name, shape, flops, seconds);
-    TIME(seconds, matmul_tn(w, y, x, out, in, rows));
+    TIME(seconds, matmul_tn(w, y, x, out, in, rows, true));
     snprintf(name, sizeof name, "%s dw", what);
     print_flops(preset, name, shape, flops, seconds);
     device_free(x);

@@ -163,13 +163,13 @@ static void bench_nn(const struct shape *s, int M, int N, int K, bool residual) 
     print_tensor("matmul_nn", s, sizes, 2.0 * M * N * K, t);
 }
 
-static void bench_tn(const struct shape *s, int M, int N, int K) {
+static void bench_tn(const struct shape *s, int M, int N, int K, bool add) {
     struct sample t;
     size_t m = (size_t)M, n = (size_t)N, k = (size_t)K;
     bench_begin(2.0 * (double)(m * k + n * k + 2 * m * n));
     struct buffer a = buffer_reals(m * k), b = buffer_reals(n * k), dw = buffer_accums(m * n);
-    BENCH(t, matmul_tn(at(dw), at(a), at(b), M, N, K));
-    SIZES("M %d, N %d, K %d", M, N, K);
+    BENCH(t, matmul_tn(at(dw), at(a), at(b), M, N, K, add));
+    SIZES("M %d, N %d, K %d%s", M, N, K, add ? ", add" : "");
     print_tensor("matmul_tn", s, sizes, 2.0 * M * N * K, t);
 }
 
@@ -184,8 +184,8 @@ static void bench_matmul_nn(const struct shape *s) {
 }
 
 static void bench_matmul_tn(const struct shape *s) {
-    bench_tn(s, 2 * s->c->intermediate, s->c->hidden, s->tokens);
-    bench_tn(s, s->vocab, s->c->hidden, s->head_rows);
+    bench_tn(s, 2 * s->c->intermediate, s->c->hidden, s->tokens, false);
+    bench_tn(s, s->vocab, s->c->hidden, s->head_rows, true);
 }
 
 // Bytes of the operands of a grouped product, of which one has rows x width, the other rows x other.

@@ -1,9 +1,11 @@
-// Sizes for tests of tables and files.
+// Sizes for tests of tables and files; what whole models begin with.
 #ifndef MOK_TESTS_CONFIGS_H
 #define MOK_TESTS_CONFIGS_H
 
 #include <stdlib.h>
+#include <string.h>
 
+#include "kernels/kernels.h"
 #include "model/config.h"
 #include "model/params.h"
 
@@ -46,6 +48,17 @@ static inline void init_weights(float *flat, const struct params *p, double std,
         params_import(flat + p->list[i].offset, file, &p->list[i]);
     }
     free(file);
+}
+
+// NaN in the gradients (device) of every tensor that is here. Padding stays as it is: nobody clears it.
+static inline void poison_gradients(accum *grads, const struct params *p) {
+    size_t bytes = sizeof *grads * params_largest(p);
+    void *poison = malloc(bytes);
+    memset(poison, 0xff, bytes);
+    for (int i = 0; i < p->count; i++)
+        if (p->list[i].offset != PARAM_ELSEWHERE)
+            device_copy_in(grads + p->list[i].offset, poison, sizeof *grads * param_size(&p->list[i]));
+    free(poison);
 }
 
 #endif

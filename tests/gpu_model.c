@@ -6,6 +6,7 @@
 //
 // Limits: noise of independent roundings (1.6e-3 each, in the mean square) adds up by its squares. Measured with the
 // CPU's operations and their results rounded (tests/rounding.c); the limits are two to three times that.
+#include "tests/configs.h"
 #include "tests/scene.h"
 
 #include "model/ffn.h"
@@ -57,7 +58,6 @@ static void open_model(struct model *m, const struct config *c, int batch, int s
     struct moe_settings moe = {.kind = MOE_ALLTOALL, .route = route, .alltoall_chunks = 1};
     model_open(m, c, batch, seq, true, NULL, &moe);
     m->seed = 5;
-    m->first_use = true;
     float *values = malloc(sizeof *values * params_largest(&m->params));
     for (int i = 0; i < m->params.count; i++) {
         const struct param *p = &m->params.list[i];
@@ -116,11 +116,12 @@ static void *copy_out(const void *device, size_t bytes) {
     return copy;
 }
 
-// The pass once more: the same bytes.
+// The pass once more, over NaN: the same bytes.
 static void check_repeats(struct model *m, struct batch batch, const struct step_totals *totals) {
     size_t bytes = sizeof(accum) * m->params.size;
     void *first = copy_out(m->grads, bytes);
-    device_zero(m->grads, bytes);
+    poison_gradients(m->grads, &m->params);
+    model_begin_gradients(m);
     device_zero(m->counts, sizeof(int64_t) * model_bias_size(&m->config));
     model_gradient(m, batch, totals);
     void *second = copy_out(m->grads, bytes);
@@ -138,6 +139,7 @@ static void case_gradient(const struct model_case *k, enum moe_route route, cons
     struct batch batch = {tokens, k->batch, k->seq, 0};
     struct step_totals totals = {0};
     model_add_totals(&totals, &c, batch);
+    model_begin_gradients(&m);
     model_gradient(&m, batch, &totals);
     compare_losses(&m, model_take_losses(&m), &totals, LOSS);
     compare_gradients(&m);
@@ -218,6 +220,7 @@ static void case_layer(const char *preset, int N, enum load load, bool shared) {
     put_normals(m.acts.dx, n * H, 1);
     moe_forward(&m, block, m.acts.output, a->middle, N);
     compare_real("y", m.acts.output, n * H, H, LAYER);
+    m.first_use = true;
     moe_backward(&m, block, m.acts.d_norm, m.acts.d_gates, m.acts.dx, N);
     compare_real("dx", m.acts.d_norm, n * H, H, LAYER);
     compare_accum("d_gates", m.acts.d_gates, slots, slots, LAYER);

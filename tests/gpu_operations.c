@@ -99,12 +99,14 @@ static void case_matmul(bool transposed, int M, int N, int K, int add, int shift
     while (scene_run()) (transposed ? matmul_nt : matmul_nn)(y, x, w, M, N, K, add == ADD_ITSELF ? y : other);
 }
 
-static void case_matmul_tn(int M, int N, int K, int shift) {
-    if (!scene_begin("matmul_tn", (double)M * N * K, "M %d N %d K %d shift %d", M, N, K, shift)) return;
+static void case_matmul_tn(int M, int N, int K, bool add, int shift) {
+    if (!scene_begin("matmul_tn", (double)M * N * K, "M %d N %d K %d shift %d%s", M, N, K, shift, add ? "" : " stored"))
+        return;
     scene.shift = shift;
     const real *a = in_real((size_t)K, (size_t)M, 1), *b = in_real((size_t)K, (size_t)N, 1);
-    accum *dw = change_accum("dw", (size_t)M, (size_t)N, sqrt(K + 1.0), SUMMED);
-    while (scene_run()) matmul_tn(dw, a, b, M, N, K);
+    accum *dw = add ? change_accum("dw", (size_t)M, (size_t)N, sqrt(K + 1.0), SUMMED)
+                    : out_accum("dw", (size_t)M, (size_t)N, SUMMED);
+    while (scene_run()) matmul_tn(dw, a, b, M, N, K, add);
 }
 
 // Rows of the experts of one grouped product.
@@ -154,9 +156,13 @@ static void all_matmuls(void) {
         for (int add = ADD_NOTHING; add <= ADD_ITSELF; add++)
             for (int transposed = 0; transposed < 2; transposed++)
                 case_matmul(transposed, sizes[c][0], sizes[c][1], sizes[c][2], add, (c + add) % 5 == 4);
-    for (int c = 0; c < COUNT_OF(sizes); c++) case_matmul_tn(sizes[c][1], sizes[c][2], sizes[c][0], c % 4 == 3);
-    case_matmul_tn(24, 40, 100003, 0);
-    case_matmul_tn(1, 1, 100000, 0);
+    for (int c = 0; c < COUNT_OF(sizes); c++)
+        for (int add = 0; add < 2; add++)
+            case_matmul_tn(sizes[c][1], sizes[c][2], sizes[c][0], add, (c + add) % 4 == 3);
+    for (int add = 0; add < 2; add++) {
+        case_matmul_tn(24, 40, 100003, add, 0);
+        case_matmul_tn(1, 1, 100000, add, 0);
+    }
 
     static const int grouped[][4] = {// E, rows, N, K
                                      {1, 17, 24, 40},    {3, 14, 7, 5},      {3, 100, 64, 128},    {8, 300, 96, 72},
@@ -272,23 +278,53 @@ static void all_rows(void) {
 
 // ---- attention ----
 
+// What the scores are: normal numbers of deviation 1; of 64, so that one key has nearly all of a query's probability;
+// or, since all tokens have the same keys, one number for all keys of a query.
+enum scores { SCORES_NORMAL, SCORES_PEAKED, SCORES_EQUAL };
+
 struct attention_case {
     int B, T, heads, nope, rope, value, key_gap, shift;
+    enum scores scores;
 };
 
-static void case_attention(struct attention_case c) {
+// Rows of `pairs` times `period` columns: in each period keys of the given deviation up to `columns`, then values of
+// deviation 1 up to `used`, then poison. equal: every row has the first one's keys.
+static const real *in_keys(size_t rows, size_t period, size_t pairs, size_t columns, size_t used, double deviation,
+                           bool equal) {
+    size_t row = period * pairs;
+    struct array *a = array_add(NULL, KIND_REAL, false, rows * row, row, EXACT);
+    float *first = malloc(sizeof *first * (row + 1));
+    for (size_t i = 0; i < a->n; i++) {
+        if (i % period >= used) continue;
+        bool key = i % period < columns;
+        float value = (float)((key ? deviation : 1) * scene_normal());
+        if (i < row) first[i] = value;
+        array_set(a, i, (double)(key && equal ? first[i % row] : value));
+    }
+    free(first);
+    return array_pointer(a);
+}
+
+static void case_attention_of_work(struct attention_case c, double work) {
+    static const char *const kinds[] = {"", " peaked", " equal"};
     struct attention_shape s = {c.B, c.T, c.heads, c.nope, c.rope, c.value, 1 / sqrt(c.nope + c.rope)};
-    double work = (double)c.B * c.T * c.T * c.heads * (c.nope + c.rope + c.value);
-    size_t N = (size_t)c.B * (size_t)c.T, heads = (size_t)c.heads, dq = (size_t)(c.nope + c.rope), dv = (size_t)c.value;
-    size_t kv_head = (size_t)(c.nope + c.value), dr = (size_t)c.rope, stride = dr + (size_t)c.key_gap;
+    size_t N = (size_t)c.B * (size_t)c.T, heads = (size_t)c.heads, dn = (size_t)c.nope, dv = (size_t)c.value;
+    size_t dr = (size_t)c.rope, dq = dn + dr, stride = dr + (size_t)c.key_gap;
+    // Equal keys are small: dq is then their product with score gradients that sum to 0, only rounding, which must stay
+    // below its floor.
+    bool equal = c.scores == SCORES_EQUAL;
+    // Rope gradients are written in vectors where every row is aligned, else one by one.
+    size_t out_stride = stride + (c.shift || c.key_gap == 7 ? 3 : 8);
+    double query = c.scores == SCORES_PEAKED ? 8 : equal ? 512 : 1, key = equal ? 1.0 / 512 : query;
     for (int backward = 0; backward < 2; backward++) {
         if (!scene_begin(backward ? "attention_backward" : "attention_forward", work * (backward ? 3 : 1),
-                         "B %d T %d n %d dn %d dr %d dv %d gap %d shift %d", c.B, c.T, c.heads, c.nope, c.rope, c.value,
-                         c.key_gap, c.shift))
+                         "B %d T %d n %d dn %d dr %d dv %d gap %d shift %d%s", c.B, c.T, c.heads, c.nope, c.rope,
+                         c.value, c.key_gap, c.shift, kinds[c.scores]))
             continue;
         scene.shift = c.shift;
-        const real *q = in_real(N, heads * dq, 1), *kv = in_real(N, heads * kv_head, 1);
-        const real *kr = in_rows(N, dr, stride, 1);
+        const real *q = in_real(N, heads * dq, query);
+        const real *kv = in_keys(N, dn + dv, heads, dn, dn + dv, key, equal);
+        const real *kr = in_keys(N, stride, 1, dr, dr, key, equal);
         if (!backward) {
             real *o = out_real("o", N, heads * dv, ROUNDED_INSIDE);
             accum *lse = out_accum("lse", (size_t)c.B * heads, (size_t)c.T, with_floor(SUMMED, 0.1));
@@ -311,30 +347,67 @@ static void case_attention(struct attention_case c) {
         const real *d_o = in_real(N, heads * dv, 1);
         // The first token's score has no gradient: what is left there is rounding.
         struct tolerance t = with_floor(ROUNDED_INSIDE, 0.02);
-        real *d_q = out_real("dq", N, heads * dq, t), *d_kv = out_real("dkv", N, heads * kv_head, t);
-        real *d_kr = out_real("dkr", N, stride + 3, t);
+        real *d_q = out_real("dq", N, heads * dq, t), *d_kv = out_real_pair("dk", dn, "dv", dv, N, heads, t);
+        real *d_kr = out_real("dkr", N, out_stride, t);
         while (scene_run())
-            attention_backward(d_q, d_kv, d_kr, (int)stride + 3, d_o, q, kv, kr, (int)stride, o, lse, s);
+            attention_backward(d_q, d_kv, d_kr, (int)out_stride, d_o, q, kv, kr, (int)stride, o, lse, s);
     }
 }
 
+static void case_attention(struct attention_case c) {
+    case_attention_of_work(c, (double)c.B * c.T * c.T * c.heads * (c.nope + c.rope + c.value));
+}
+
+// On Hopper two implementations share the work: one takes sizes and strides that are multiples of 8 at aligned addresses
+// (key gaps of 0 and 512, no shift), in tiles of 128 queries and blocks of 64 or 128 keys, the other takes the rest and
+// short sequences of the narrowest heads. Lengths are those around the multiples of both.
 static void all_attention(void) {
-    static const int dims[][3] = {{128, 64, 128}, {64, 32, 64}, {32, 16, 32}, {16, 16, 24},
-                                  {16, 8, 16},    {17, 6, 9},   {40, 10, 50}};
-    static const int lengths[] = {1, 2, 3, 16, 63, 64, 65, 127, 129, 333};
-    for (int d = 0; d < COUNT_OF(dims); d++)
-        for (int l = 0; l < COUNT_OF(lengths); l++)
-            case_attention((struct attention_case){1 + (d + l) % 3, lengths[l], 1 + (d + 2 * l) % 4, dims[d][0],
-                                                   dims[d][1], dims[d][2],
-                                                   l % 3 == 0   ? 0
-                                                   : l % 3 == 1 ? 512
-                                                                : 7,
-                                                   (d + l) % 4 == 3});
-    case_attention((struct attention_case){1, 1000, 2, 128, 64, 128, 512, 0});
-    case_attention((struct attention_case){2, 1000, 3, 32, 16, 32, 8, 0});
-    case_attention((struct attention_case){1, 2048, 4, 128, 64, 128, 512, 0});
-    case_attention((struct attention_case){0, 16, 2, 16, 8, 16, 0, 0});
-    case_attention((struct attention_case){3, 70, 16, 16, 8, 16, 0, 0});
+    enum { ALIGNED = 11 }; // of the sizes below, the first ones; the others are odd or too wide
+    static const int dims[][3] = {{128, 64, 128}, {64, 64, 128}, {64, 32, 64}, {32, 16, 32},   {16, 16, 24},
+                                  {16, 8, 16},    {24, 8, 24},   {96, 32, 96}, {120, 64, 128}, {40, 8, 56},
+                                  {128, 64, 64},  {17, 6, 9},    {40, 10, 50}, {192, 64, 256}};
+    static const int lengths[] = {1, 2, 3, 16, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 333};
+    static const int heads[] = {1, 2, 3, 4, 16, 5, 8}, gaps[] = {0, 512, 7};
+    for (int l = 0; l < COUNT_OF(lengths); l++) {
+        int T = lengths[l];
+        for (int d = 0; d < COUNT_OF(dims); d++) {
+            int B = 1 + (d + l) % 3, n = heads[(d + 2 * l) % COUNT_OF(heads)], most = 1 + 500 / (B * T);
+            struct attention_case c = {B, T, n < most ? n : most, dims[d][0], dims[d][1], dims[d][2], 0, 0, 0};
+            c.key_gap = gaps[(d + l) % (d < ALIGNED ? 2 : 3)];
+            case_attention(c);
+            c.shift = 1;
+            if ((d + l) % 4 == 3) case_attention(c);
+        }
+    }
+    // Many blocks, few heads: the CPU gives each head to one core.
+    static const struct attention_case longer[] = {
+        {1, 1000, 2, 128, 64, 128, 512, 0, 0}, {2, 1000, 3, 32, 16, 32, 8, 0, 0},
+        {1, 1000, 2, 24, 8, 24, 0, 1, 0},      {2, 1023, 4, 64, 32, 64, 0, 0, 0},
+        {1, 1023, 2, 17, 6, 9, 0, 0, 0},       {1, 1025, 4, 120, 64, 128, 512, 0, 0},
+        {1, 1025, 2, 64, 32, 64, 7, 1, 0},     {1, 2048, 4, 128, 64, 128, 512, 0, 0},
+        {3, 2048, 1, 16, 8, 16, 0, 1, 0},      {1, 2049, 4, 64, 64, 128, 0, 0, 0},
+        {2, 2049, 2, 16, 16, 24, 512, 0, 0},   {1, 2049, 1, 40, 10, 50, 0, 0, 0},
+        {1, 4096, 1, 128, 64, 128, 512, 0, 0}, {1, 4096, 1, 32, 16, 32, 0, 1, 0},
+        {1, 4097, 2, 96, 32, 96, 0, 0, 0},     {1, 4097, 1, 17, 6, 9, 512, 0, 0},
+        {1, 8191, 1, 64, 32, 64, 512, 0, 0},   {1, 8191, 1, 16, 8, 16, 0, 1, 0},
+        {1, 8192, 1, 128, 64, 128, 0, 0, 0},   {1, 8192, 1, 16, 8, 16, 7, 0, 0},
+    };
+    for (int c = 0; c < COUNT_OF(longer); c++) case_attention(longer[c]);
+    // More tiles than a GPU has multiprocessors.
+    case_attention((struct attention_case){2, 641, 16, 128, 64, 128, 512, 0, 0});
+    case_attention((struct attention_case){3, 385, 16, 64, 64, 128, 0, 0, 0});
+    case_attention((struct attention_case){3, 1025, 16, 16, 8, 16, 512, 0, 0});
+    case_attention((struct attention_case){0, 16, 2, 16, 8, 16, 0, 0, 0});
+    case_attention((struct attention_case){3, 70, 16, 16, 8, 16, 0, 0, 0});
+    // Several tiles and blocks with --tiny too, for compute-sanitizer.
+    case_attention_of_work((struct attention_case){1, 200, 1, 64, 32, 64, 0, 0, 0}, 0);
+    case_attention_of_work((struct attention_case){1, 140, 1, 128, 64, 128, 512, 0, 0}, 0);
+    for (enum scores scores = SCORES_PEAKED; scores <= SCORES_EQUAL; scores++)
+        for (int shift = 0; shift < 2; shift++) {
+            case_attention((struct attention_case){2, 35, 2, 16, 8, 16, 0, shift, scores});
+            case_attention((struct attention_case){2, 323, 3, 128, 64, 128, 512, shift, scores});
+            case_attention((struct attention_case){1, 1030, 2, 64, 32, 64, 0, shift, scores});
+        }
 }
 
 // ---- SwiGLU ----

@@ -17,7 +17,14 @@
 #include "tests/record.h"
 
 enum kind { KIND_REAL, KIND_ACCUM, KIND_INT32, KIND_INT64 };
-enum { SCENE_GUARD = 256, SCENE_ARRAYS = 16, SCENE_OPERATIONS = 64 };
+enum { SCENE_GUARD = 256, SCENE_ARRAYS = 16, SCENE_OPERATIONS = 64, SCENE_PARTS = 2 };
+
+// Columns of an output that are compared on their own, so that no error in them is small beside the others' size: in
+// every `period` elements `columns` from `first` on.
+struct part {
+    const char *name;
+    size_t period, first, columns;
+};
 
 struct array {
     const char *name; // of an output; NULL: it is not compared
@@ -29,6 +36,8 @@ struct array {
     unsigned char *after;
     unsigned char *device;
     struct tolerance tolerance;
+    struct part parts[SCENE_PARTS]; // of floats; all of it, if nothing else is asked for
+    int parts_count;
 };
 
 // What is reported of one operation.
@@ -159,10 +168,11 @@ static inline void array_set(const struct array *a, size_t i, double value) {
 // Floats are poisoned by NaN, integers by a number that is no index.
 static inline struct array *array_add(const char *name, enum kind kind, bool written, size_t n, size_t row,
                                       struct tolerance tolerance) {
-    if (scene.arrays_count == SCENE_ARRAYS) abort();
+    if (scene.arrays_count == SCENE_ARRAYS || (row && n % row != 0)) abort(); // whole rows: a part would lose the last
     struct array *a = &scene.arrays[scene.arrays_count++];
     *a = (struct array){.name = name, .kind = kind, .written = written, .n = n, .row = row ? row : 1};
     a->tolerance = tolerance;
+    a->parts[a->parts_count++] = (struct part){name, a->row, 0, a->row};
     a->before = SCENE_GUARD + (size_t)scene.shift * kind_bytes(kind);
     a->bytes = a->before + n * kind_bytes(kind) + SCENE_GUARD;
     a->initial = malloc(a->bytes);
@@ -208,6 +218,16 @@ static inline const int *in_int(const int *values, size_t n) {
 
 static inline real *out_real(const char *name, size_t rows, size_t stride, struct tolerance t) {
     return array_pointer(array_add(name, KIND_REAL, true, rows * stride, stride, t));
+}
+// Two outputs that take turns in every row: `columns` of the one, then others of the other, then the first again.
+static inline real *out_real_pair(const char *first, size_t first_columns, const char *second, size_t second_columns,
+                                  size_t rows, size_t pairs, struct tolerance t) {
+    size_t period = first_columns + second_columns;
+    struct array *a = array_add(first, KIND_REAL, true, rows * pairs * period, pairs * period, t);
+    a->parts[0] = (struct part){first, period, 0, first_columns};
+    a->parts[1] = (struct part){second, period, first_columns, second_columns};
+    a->parts_count = 2;
+    return array_pointer(a);
 }
 static inline accum *out_accum(const char *name, size_t rows, size_t columns, struct tolerance t) {
     return array_pointer(array_add(name, KIND_ACCUM, true, rows * columns, columns, t));
@@ -270,22 +290,34 @@ static inline void perturb_floats(float *values, size_t n, struct tolerance t) {
         }
 }
 
-// Elements as floats (NaN: unwritten), for the record.
-static inline float *array_floats(const struct array *a) {
-    float *values = malloc(sizeof *values * (a->n + 1));
+// Elements of a part, in all and in a row, and where its element k is in the array.
+static inline size_t part_elements(const struct array *a, const struct part *p) {
+    return a->n / p->period * p->columns;
+}
+static inline size_t part_row(const struct array *a, const struct part *p) { return a->row / p->period * p->columns; }
+static inline size_t part_at(const struct part *p, size_t k) {
+    return k / p->columns * p->period + p->first + k % p->columns;
+}
+
+static inline double array_get(const struct array *a, size_t i) {
     void *elements = array_elements(a, a->after);
-    for (size_t i = 0; i < a->n; i++)
-        values[i] = (float)(a->kind == KIND_REAL ? host_double(((real *)elements)[i]) : (double)((accum *)elements)[i]);
-    return values;
+    return a->kind == KIND_REAL ? host_double(((real *)elements)[i]) : (double)((accum *)elements)[i];
+}
+
+// NaN: unwritten.
+static inline void part_record(const struct array *a, const struct part *p) {
+    size_t n = part_elements(a, p);
+    struct record_header h = scene_header(p->name, ELEMENT_FLOAT, n, part_row(a, p));
+    float *values = malloc(sizeof *values * (n + 1));
+    for (size_t k = 0; k < n; k++) values[k] = (float)array_get(a, part_at(p, k));
+    if (scene.perturb) perturb_floats(values, n, a->tolerance);
+    record_write(&scene.record, &h, values);
+    free(values);
 }
 
 static inline void array_record(const struct array *a) {
     if (a->kind == KIND_REAL || a->kind == KIND_ACCUM) {
-        struct record_header h = scene_header(a->name, ELEMENT_FLOAT, a->n, a->row);
-        float *values = array_floats(a);
-        if (scene.perturb) perturb_floats(values, a->n, a->tolerance);
-        record_write(&scene.record, &h, values);
-        free(values);
+        for (int i = 0; i < a->parts_count; i++) part_record(a, &a->parts[i]);
         return;
     }
     enum element element = a->kind == KIND_INT32 ? ELEMENT_INT32 : ELEMENT_INT64;
@@ -312,31 +344,32 @@ static inline void compare_floats(const char *name, const double *found, const f
     scene_note(name, d.norm == 0 ? 0 : fmax(d.norm / limit, d.worst / t.worst));
 }
 
-static inline void array_compare_floats(const struct array *a, const struct record_header *h) {
+static inline void part_compare(const struct array *a, const struct part *p) {
+    size_t n = part_elements(a, p), row = part_row(a, p);
+    const struct record_header *h = scene_find(p->name, ELEMENT_FLOAT, n, row);
+    if (!h) return;
     const float *wanted = record_data(h);
-    double *found = malloc(sizeof *found * (a->n + 1));
-    void *elements = array_elements(a, a->after);
-    for (size_t i = 0; i < a->n; i++) {
-        found[i] = a->kind == KIND_REAL ? host_double(((real *)elements)[i]) : (double)((accum *)elements)[i];
-        if (a->kind == KIND_REAL && scene.round) found[i] = round_to_bf16((float)found[i]);
-        if (isnan(wanted[i]) && !array_is_unwritten(a, i)) {
-            scene_fail(a->name, "element %zu of %zu (row of %zu) was written", i, a->n, a->row);
+    double *found = malloc(sizeof *found * (n + 1));
+    for (size_t k = 0; k < n; k++) {
+        found[k] = array_get(a, part_at(p, k));
+        if (a->kind == KIND_REAL && scene.round) found[k] = round_to_bf16((float)found[k]);
+        if (isnan(wanted[k]) && !array_is_unwritten(a, part_at(p, k))) {
+            scene_fail(p->name, "element %zu of %zu (row of %zu) was written", k, n, row);
             break;
         }
     }
-    compare_floats(a->name, found, wanted, a->n, a->row, a->tolerance);
+    compare_floats(p->name, found, wanted, n, row, a->tolerance);
     free(found);
 }
 
 static inline void array_compare(const struct array *a) {
-    bool floats = a->kind == KIND_REAL || a->kind == KIND_ACCUM;
-    enum element element = floats ? ELEMENT_FLOAT : a->kind == KIND_INT32 ? ELEMENT_INT32 : ELEMENT_INT64;
-    const struct record_header *h = scene_find(a->name, element, a->n, a->row);
-    if (!h) return;
-    if (floats) {
-        array_compare_floats(a, h);
+    if (a->kind == KIND_REAL || a->kind == KIND_ACCUM) {
+        for (int i = 0; i < a->parts_count; i++) part_compare(a, &a->parts[i]);
         return;
     }
+    const struct record_header *h =
+        scene_find(a->name, a->kind == KIND_INT32 ? ELEMENT_INT32 : ELEMENT_INT64, a->n, a->row);
+    if (!h) return;
     size_t bytes = kind_bytes(a->kind), wrong = 0, first = 0;
     const unsigned char *found = array_elements(a, a->after), *wanted = record_data(h);
     for (size_t i = a->n; i-- > 0;)

@@ -1,5 +1,6 @@
 // The whole model against central differences, in double precision (the same sources with a double real): every
 // tensor's gradient on its own, for several configurations that together switch every branch on and off.
+#include "tests/configs.h"
 #include "tests/test.h"
 
 #include <omp.h>
@@ -93,6 +94,8 @@ static void check_config(struct config c, int sequences, int length, uint64_t se
     open_problem(&p, c, sequences, length, seed);
     // NaN everywhere first: whatever is read before it is written shows.
     memset(p.model.acts.arena, 0xff, (size_t)((char *)p.model.acts.angles - (char *)p.model.acts.arena));
+    poison_gradients(p.model.grads, &p.model.params);
+    model_begin_gradients(&p.model);
     model_gradient(&p.model, p.batch, &p.totals);
     if (model_moe_blocks(&c)) assert_true(count_rerouted(&p) > 0);
 

@@ -65,8 +65,15 @@ static void check_tn(int M, int N, int K, uint64_t *seed) {
     double *wanted = host_doubles(n), *size = host_doubles(n);
     reference_product(wanted, size, a, b, M, N, K, strides_tn(M, N), before);
     accum *dw = put_accum(before, n);
-    matmul_tn(dw, put_real(a, (size_t)K * M), put_real(b, (size_t)K * N), M, N, K);
+    real *da = put_real(a, (size_t)K * M), *db = put_real(b, (size_t)K * N);
+    matmul_tn(dw, da, db, M, N, K, true);
     assert_product(name, get_accum(dw, n), wanted, size, n, product_tolerance(K));
+
+    snprintf(name, sizeof name, "tn M %d N %d K %d, stored", M, N, K);
+    accum *stored = poisoned_accum(n), *added = put_accum(host_doubles(n), n);
+    matmul_tn(stored, da, db, M, N, K, false);
+    matmul_tn(added, da, db, M, N, K, true);
+    assert_same_bits(name, stored, added, n * sizeof(accum));
     watch_release();
 }
 
@@ -97,7 +104,7 @@ static void test_products_match_fp64_at_mixed_sizes(void **state) {
     check_products(300, 1, 513, &seed);
 }
 
-// An empty sum is zero: y becomes add, or zeros; dw keeps its bits.
+// An empty sum is zero: y becomes add, or zeros; dw keeps its bits, or becomes zeros.
 static void test_products_of_empty_sums_are_add_or_zero(void **state) {
     (void)state;
     uint64_t seed = 103;
@@ -123,8 +130,8 @@ static void test_weight_gradients_add_up_over_calls(void **state) {
     for (int i = 0; i < M * N; i++) wanted[i] *= 2;
     real *da = put_real(a, K * M), *db = put_real(b, K * N);
     accum *dw = put_accum(host_doubles(M * N), M * N);
-    matmul_tn(dw, da, db, M, N, K);
-    matmul_tn(dw, da, db, M, N, K);
+    matmul_tn(dw, da, db, M, N, K, true);
+    matmul_tn(dw, da, db, M, N, K, true);
     assert_accum("dw", dw, wanted, M * N, product_tolerance(2 * K));
 }
 
@@ -219,7 +226,7 @@ static void test_an_element_has_the_same_bits_alone_and_among_others(void **stat
     accum *tn = put_accum(before, M * N);
     matmul_nt(nt, dx, dw, M, N, K, NULL);
     matmul_nn(nn, dx, dw, M, N, K, NULL);
-    matmul_tn(tn, dx, dw, M, N, K);
+    matmul_tn(tn, dx, dw, M, N, K, true);
     for (int i = 0; i < M; i += 6)
         for (int j = 0; j < N; j += 3) {
             matmul_nt(one, dx + i * K, dw + j * K, 1, 1, K, NULL);
@@ -227,7 +234,7 @@ static void test_an_element_has_the_same_bits_alone_and_among_others(void **stat
             matmul_nn(one, dx + i * K, put_column(w, K, N, j), 1, 1, K, NULL);
             assert_same_bits("nn", one, nn + i * N + j, sizeof(real));
             accum *sum = put_accum(before + i * N + j, 1);
-            matmul_tn(sum, put_column(x, K, M, i), put_column(w, K, N, j), 1, 1, K);
+            matmul_tn(sum, put_column(x, K, M, i), put_column(w, K, N, j), 1, 1, K, true);
             assert_same_bits("tn", sum, tn + i * N + j, sizeof(accum));
         }
 }
@@ -250,7 +257,7 @@ static void test_products_have_the_same_bits_with_any_number_of_threads(void **s
             matmul_nn(y, x, w, M, N, K, NULL);
             assert_same_as_first("nn", &nn, y, n * sizeof(real));
             accum *dw = put_accum(before, n);
-            matmul_tn(dw, x, w, M, N, K);
+            matmul_tn(dw, x, w, M, N, K, true);
             assert_same_as_first("tn", &tn, dw, n * sizeof(accum));
         }
         watch_release();
@@ -385,7 +392,7 @@ static void test_grouped_products_have_the_bits_of_single_products(void **state)
                 assert_same_bits("grouped nn", nn + i * N, alone, N * sizeof(real));
             }
             accum *dw = put_accum(before + (size_t)e * EACH, EACH);
-            matmul_tn(dw, x + first * K, b + first * N, K, N, r.counts[e]);
+            matmul_tn(dw, x + first * K, b + first * N, K, N, r.counts[e], true);
             assert_same_bits("grouped tn", tn + (size_t)e * EACH, dw, EACH * sizeof(accum));
         }
         watch_release();

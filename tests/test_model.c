@@ -243,6 +243,54 @@ static void gradients_are_added_to_what_is_there(void **state) {
     model_close(&m);
 }
 
+// ---- the first pass of a step ----
+
+// Two micro-batches, the first of `rows` sequences: passes that store and then add, against passes that add to zeros.
+static void check_step_from_poison(struct moe_settings settings, int rows) {
+    struct config c = unit();
+    c.mtp_depth = 2;
+    config_validate(&c);
+    assert_true(c.dense_layers > 0 && c.dense_layers < c.layers && c.shared_experts > 0);
+    struct model m;
+    model_open(&m, &c, SEQUENCES, LENGTH, true, NULL, &settings);
+    init_weights(m.weights, &m.params, 0.15, 1);
+    m.acts.logit_rows = 5; // several chunks of every head
+    int columns = LENGTH + 1 + c.mtp_depth;
+    int32_t *tokens = random_tokens(SEQUENCES, columns, c.vocab, 13);
+    struct batch first = {tokens, rows, LENGTH, 0};
+    struct batch second = {tokens + rows * columns, SEQUENCES - rows, LENGTH, rows};
+    struct step_totals totals = totals_of(&m, first);
+    model_add_totals(&totals, &c, second);
+    model_gradient(&m, first, &totals);
+    model_gradient(&m, second, &totals);
+    accum *wanted = copy_grads(&m);
+
+    poison_gradients(m.grads, &m.params);
+    model_begin_gradients(&m);
+    model_gradient(&m, first, &totals);
+    model_evaluate(&m, second);
+    model_gradient(&m, second, &totals);
+    for (int i = 0; i < m.params.count; i++) {
+        const struct param *p = &m.params.list[i];
+        if (memcmp(m.grads + p->offset, wanted + p->offset, sizeof(accum) * param_size(p)))
+            fail_msg("the gradient of %s depends on what was in its memory", p->name);
+    }
+    free(wanted);
+    free(tokens);
+    model_close(&m);
+}
+
+static void gradients_of_a_step_do_not_depend_on_what_was_in_their_memory(void **state) {
+    (void)state;
+    for (int rows = 0; rows < SEQUENCES; rows++)
+        for (int level = RECOMPUTE_NONE; level <= RECOMPUTE_BLOCK; level++) {
+            enum recompute recompute = (enum recompute)level;
+            check_step_from_poison((struct moe_settings){.kind = MOE_MOK, .recompute = recompute}, rows);
+            check_step_from_poison(
+                (struct moe_settings){.kind = MOE_ALLTOALL, .alltoall_chunks = 2, .recompute = recompute}, rows);
+        }
+}
+
 // ---- experts without tokens ----
 
 // All bytes of the arena but the rotary angles, which are set once.
@@ -549,6 +597,7 @@ int main(void) {
         cmocka_unit_test(loss_of_a_sequence_does_not_depend_on_the_others),
         cmocka_unit_test(pieces_of_logits_change_nothing),
         cmocka_unit_test(gradients_are_added_to_what_is_there),
+        cmocka_unit_test(gradients_of_a_step_do_not_depend_on_what_was_in_their_memory),
         cmocka_unit_test(experts_without_tokens_have_gradient_zero_whatever_was_in_memory),
         cmocka_unit_test(balance_of_equal_scores_is_one_per_sequence_and_block),
         cmocka_unit_test(balance_gradient_is_alpha_over_sequences_and_reaches_every_router),

@@ -98,6 +98,7 @@ static void memory_order_has_no_overlap_and_aligned_pieces(void **state) {
         assert_true(t->offset >= end && t->offset - end < 64);
         assert_true((t->kind == PARAM_EXPERT) == (t->offset >= p.dense_size));
         assert_true(t->decay == (t->cols > 0));
+        assert_true(t->stored == (t->cols > 0 && t->kind != PARAM_EMBEDDING && t->kind != PARAM_ROUTER));
         assert_true(t->transposed == (strstr(t->name, "down_proj") != NULL));
         // Inside a row of gate and up matrices, or of down matrices, nothing is aligned; everything else is.
         bool inside = strstr(t->name, "up_proj") || strstr(t->name, ".experts.");

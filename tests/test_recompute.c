@@ -72,12 +72,11 @@ static void run_step(struct found *f, const struct config *c, const struct paral
     for (size_t i = 0; i < m.params.size; i++) flat[i] = (float)(0.3 * (test_uniform(&seed) - 0.5));
     device_real_from_float(m.weights, flat, m.params.size);
     free(flat);
-    m.first_use = true;
+    model_begin_gradients(&m);
     for (int round = 0; round < ROUNDS; round++) {
         struct batch batch = batch_of(c, p, round, tokens);
         model_gradient(&m, batch, &totals);
         f->losses[round] = model_take_losses(&m);
-        m.first_use = false;
         if (round == 0) f->between = model_evaluate(&m, batch);
     }
     f->grads = copy_out(m.grads, sizeof(accum) * m.params.size);

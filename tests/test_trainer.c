@@ -1,6 +1,7 @@
 // The optimizer step and what surrounds it: accumulation, the guard, clipping, AdamW, the selection bias,
 // repeatability, resume, and configurations at the edges.
 #include "tests/child.h"
+#include "tests/configs.h"
 #include "tests/test.h"
 
 #include <cjson/cJSON.h>
@@ -584,7 +585,7 @@ static void poison_scratch(struct trainer *t) {
     size_t angle_bytes = sizeof(accum) * (size_t)a->seq * (size_t)t->model.config.rope_dim;
     memset(arena, 0xff, before);
     memset(angles + angle_bytes, 0xff, a->bytes - before - angle_bytes);
-    memset(t->model.grads, 0xff, state_bytes(t));
+    poison_gradients(t->model.grads, &t->model.params);
 }
 
 // The selection bias sends every token to the first top_k experts. Two steps, because in the bugs of others the NaN

@@ -41,11 +41,17 @@ static void work_add(enum matmul_kind kind, int M, int N, int K, bool add, int e
     if (list.count < WORKS) list.works[list.count++] = w;
 }
 
+// The first backward pass of a step stores a weight's gradient, the others add to it.
+static void gradient_add(int M, int N, int rows, int experts) {
+    work_add(MATMUL_TN, M, N, rows, false, experts);
+    work_add(MATMUL_TN, M, N, rows, true, experts);
+}
+
 // The three products of y = x w^T with w [out, in]. add_forward: y has a residual; add_backward: dx already has a part.
 static void linear_add(int rows, int out, int in, bool add_forward, bool add_backward) {
     work_add(MATMUL_NT, rows, out, in, add_forward, 0);
     work_add(MATMUL_NN, rows, in, out, add_backward, 0);
-    work_add(MATMUL_TN, out, in, rows, true, 0);
+    gradient_add(out, in, rows, 0);
 }
 
 // Gate and up, and down, whose weight is [I, H].
@@ -53,8 +59,8 @@ static void ffn_add(int rows, int H, int I, bool add, int experts) {
     work_add(MATMUL_NT, rows, 2 * I, H, false, experts);
     work_add(MATMUL_NN, rows, H, I, add, experts);
     work_add(MATMUL_NT, rows, I, H, false, experts);
-    work_add(MATMUL_TN, I, H, rows, true, experts);
-    work_add(MATMUL_TN, 2 * I, H, rows, true, experts);
+    gradient_add(I, H, rows, experts);
+    gradient_add(2 * I, H, rows, experts);
     work_add(MATMUL_NN, rows, H, 2 * I, false, experts);
 }
 
@@ -124,13 +130,13 @@ static void work_call(const struct work *w, const struct operands *b) {
     else if (w->experts && k->kind == MATMUL_NN)
         grouped_matmul_nn(out, first, second, b->offsets, w->experts, k->N, k->K);
     else if (w->experts)
-        grouped_matmul_tn(out, first, second, b->offsets, w->experts, k->M, k->N, true);
+        grouped_matmul_tn(out, first, second, b->offsets, w->experts, k->M, k->N, k->add_bytes > 0);
     else if (k->kind == MATMUL_NT)
         matmul_nt(out, first, second, k->M, k->N, k->K, add);
     else if (k->kind == MATMUL_NN)
         matmul_nn(out, first, second, k->M, k->N, k->K, add);
     else
-        matmul_tn(out, first, second, k->M, k->N, k->K);
+        matmul_tn(out, first, second, k->M, k->N, k->K, k->add_bytes > 0);
 }
 
 static double work_time(const struct work *w, const struct operands *b, const struct matmul_algorithm *algorithm) {
@@ -160,11 +166,8 @@ static void work_tune(const struct work *w, struct tuning *t) {
     for (int i = 0; i < count; i++)
         if (seconds[i] < (best < 0 ? (1 - GAIN) * by_default : seconds[best])) best = i;
     double tera = 2e-12 * k->M * k->N * k->K * (w->experts ? w->experts : 1);
-    printf("%s  M %6d  N %6d  K %6d  %-10s  default %6.1f TFLOP/s  ", names[k->kind], k->M, k->N, k->K,
-           w->experts     ? "experts"
-           : k->add_bytes ? "add"
-                          : "",
-           tera / by_default);
+    printf("%s  M %6d  N %6d  K %6d  %-7s  %-3s  default %6.1f TFLOP/s  ", names[k->kind], k->M, k->N, k->K,
+           w->experts ? "experts" : "", k->add_bytes ? "add" : "", tera / by_default);
     if (best >= 0)
         printf("best %6.1f (number %d of %d)\n", tera / seconds[best], best + 1, count);
     else

@@ -23,9 +23,9 @@ void matmul_nn(real *y, const real *x, const real *w, int M, int N, int K, const
     gemm_parallel(&g, 1);
 }
 
-void matmul_tn(accum *dw, const real *a, const real *b, int M, int N, int K) {
+void matmul_tn(accum *dw, const real *a, const real *b, int M, int N, int K, bool add) {
     OPERATION();
-    struct gemm g = product(dw, transposed(a, (size_t)M), plain(b, (size_t)N), M, N, K, dw);
+    struct gemm g = product(dw, transposed(a, (size_t)M), plain(b, (size_t)N), M, N, K, add ? dw : NULL);
     gemm_parallel(&g, 1);
 }
 

@@ -197,7 +197,7 @@ void router_backward(real *dx, accum *dw, accum *dz, const accum *d_gates, const
         token_backward(dz + (size_t)t * E, d_gates + (size_t)t * K, scores + (size_t)t * E, ids + (size_t)t * K,
                        f + (size_t)(t / T) * E, scales[t / T], shape);
     scratch_free(scales);
-    matmul_tn(dw, dz, x, E, H, N);
+    matmul_tn(dw, dz, x, E, H, N, true);
     matmul_nn(dx, dz, w, N, H, E, dx);
 }
 

@@ -120,9 +120,9 @@ void matmul_nn(real *y, const real *x, const real *w, int M, int N, int K, const
     product_run(&(struct product){MATMUL_NN, M, N, K, x, w, add, y}, 0);
 }
 
-void matmul_tn(accum *dw, const real *a, const real *b, int M, int N, int K) {
+void matmul_tn(accum *dw, const real *a, const real *b, int M, int N, int K, bool add) {
     OPERATION();
-    product_run(&(struct product){MATMUL_TN, M, N, K, a, b, dw, dw}, 0);
+    product_run(&(struct product){MATMUL_TN, M, N, K, a, b, add ? dw : NULL, dw}, 0);
 }
 
 // Expert e's part of a grouped product, whose out has width columns. The cost of a part is its rows.
