@@ -13,6 +13,7 @@
 
 #include "kernels/backoff.h"
 #include "kernels/comm_mpi.h"
+#include "kernels/cuda/lost_wait.h"
 
 struct group { // comm->device
     ncclComm_t nccl;
@@ -82,6 +83,7 @@ void comm_nccl_wait(cudaEvent_t event, const char *call) {
     double since = 0, checked = 0; // seconds of this wait: the oldest collective waits since; the last check for errors
     size_t oldest = ended;
     while (!has_happened(event)) {
+        lost_wait_check();
         double now = waited_seconds(&waited);
         const struct collective *waiting = find_waiting();
         if (!waiting || ended != oldest) since = now;
@@ -98,6 +100,7 @@ void comm_nccl_wait(cudaEvent_t event, const char *call) {
         }
         pause_between_looks(now);
     }
+    lost_wait_check(); // nobody is given what a kernel made without what it waited for
 }
 
 // One stream has them all: its last one ends last.

@@ -21,7 +21,8 @@ ncclComm_t comm_nccl(struct comm *c);
 
 // For whatever lets the host wait for the GPU, instead of cudaEventSynchronize: a rank that has stopped leaves the
 // others in a collective that never ends. Ends the job when a collective has been waiting for other ranks longer than
-// comm_timeout, or when NCCL has found an error meanwhile. call: for that line.
+// comm_timeout, when NCCL has found an error meanwhile, or when a wait inside a kernel was lost (lost_wait.h). call: for
+// that line.
 void comm_nccl_wait(cudaEvent_t event, const char *call);
 // The same for the end of all collectives that were called.
 void comm_nccl_finish(const char *call);

@@ -8,10 +8,12 @@
 #include "kernels/cuda/comm_nccl.h"
 #include "kernels/cuda/cuda.h"
 #include "kernels/cuda/device.h"
+#include "kernels/cuda/lost_wait.h"
 #include "kernels/threads.h"
 
 void cuda_check_code(cudaError_t code, const char *place, const char *call) {
     if (code == cudaSuccess) return;
+    lost_wait_check(); // the way in which a kernel with a lost wait ends is no news
     fail_internal(place, "%.*s failed: %s (%s)", (int)strcspn(call, "("), call, cudaGetErrorString(code),
                   cudaGetErrorName(code));
 }
