@@ -47,7 +47,8 @@ ROUNDED = $(CPU)/rounded
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train cuda tokenize run run-tiny test test-programs test-full test-sanitized thread-sanitized \
-        test-gpu test-gpu-sanitized toolkit fuzz fuzz-targets bench-cpu bench-kernels tune detect format clean
+        test-gpu test-gpu-sanitized toolkit fuzz fuzz-targets bench-cpu bench-kernels bench-attention tune \
+        detect format clean
 
 # ---- this machine: MPI_CFLAGS, MPI_LIBS and MPIRUN by scripts/mpi.sh; CUDA_PLACE, CUDA_BUILDS and CUDA_GPUS by cuda.sh ----
 
@@ -91,6 +92,8 @@ help:
 	@echo "  make bench-cpu  GFLOP/s of every CPU operation beside the peak of the cores"
 	@echo "  make bench-kernels"
 	@echo "                  every GPU operation beside the ceiling of this GPU"
+	@echo "  make bench-attention"
+	@echo "                  attention's two passes, in bursts and under a load that lasts"
 	@echo "  make tune       measure cuBLASLt's algorithms for TUNE_FLAGS='--preset moonlight-mini' on this GPU; training"
 	@echo "                  uses the table from then on (tune/GPU.txt, or MOK_TUNE=FILE)"
 	@echo "  make detect     say which compiler and libraries were found"
@@ -145,10 +148,15 @@ $(CUDA)/%.o: %.c Makefile $(CUDA)/flags
 	@mkdir -p $(@D)
 	@echo "  CC  $@"
 	@$(CC) $(CUDA_CFLAGS) -MMD -MP -c $< -o $@
+# Their registers are counted: a spill, and products that ptxas does not let run beside other work (its notes C75xx, which
+# are no warnings), would only show in their speed.
+$(CUDA)/kernels/cuda/attention_wgmma_%.cu.o: NVCCFLAGS += -Xptxas -warn-spills
 $(CUDA)/%.cu.o: %.cu Makefile $(CUDA)/flags
 	@mkdir -p $(@D)
 	@echo "  NVCC  $@"
-	@$(NVCC) $(NVCCFLAGS) -ccbin $(CC) -MMD -MP -c $< -o $@
+	@$(NVCC) $(NVCCFLAGS) -ccbin $(CC) -MMD -MP -c $< -o $@ 2>$@.said || { cat $@.said >&2; exit 1; }
+	@cat $@.said >&2
+	@if grep -q 'C75[0-9][0-9]' $@.said; then rm $@; echo "make: $<: found tensor core products serialized" >&2; exit 1; fi
 $(CUDA)/libmok.a: $(patsubst %.cu,$(CUDA)/%.cu.o,$(patsubst %.c,$(CUDA)/%.o,$(CUDA_LIBRARY)))
 	@rm -f $@
 	@ar rcs $@ $^
@@ -158,6 +166,9 @@ $(CUDA)/train: $(CUDA)/train.o $(CUDA)/libmok.a
 $(CUDA)/tests/%: $(CUDA)/tests/%.o $(CUDA)/libmok.a
 	@echo "  LD  $@"
 	@$(CC) $(CFLAGS) $^ -o $@ -lcmocka $(CUDA_LDLIBS)
+$(CUDA)/tests/%: $(CUDA)/tests/%.cu.o $(CUDA)/libmok.a
+	@echo "  LD  $@"
+	@$(CC) $(CFLAGS) $^ -o $@ $(CUDA_LDLIBS)
 # Needs a kernel of its own.
 $(CUDA)/tests/gpu_symm: $(CUDA)/tests/gpu_symm_kernels.cu.o
 
@@ -202,9 +213,10 @@ GPU_PROGRAMS     = gpu_operations gpu_model
 ROUNDED_CALLS    = $(shell sed -n 's/^WRAP.\([a-z_]*\),.*/-Wl,--wrap=\1/p' tests/rounding.c)
 HARNESS_PROGRAMS = $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(DOUBLE)/tests/gpu_operations \
                    $(GPU_PROGRAMS:%=$(ROUNDED)/tests/%) $(ROUNDED)/train
-GPU_TESTED       = $(CPU)/train $(CUDA)/train $(CUDA)/tests/gpu_symm $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(GPU_PROGRAMS:%=$(CUDA)/tests/%)
+GPU_TESTED       = $(CPU)/train $(CUDA)/train $(CUDA)/tests/gpu_symm $(CUDA)/tests/gpu_lost_wait \
+                   $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(GPU_PROGRAMS:%=$(CUDA)/tests/%)
 
-cuda: $(CUDA)/train $(addprefix $(CUDA)/tests/,$(GPU_PROGRAMS) gpu_symm bench_kernels tune)
+cuda: $(CUDA)/train $(addprefix $(CUDA)/tests/,$(GPU_PROGRAMS) gpu_symm gpu_lost_wait bench_kernels bench_attention tune)
 
 test: setup
 	@$(MAKE) --no-print-directory test-programs
@@ -274,6 +286,9 @@ bench-cpu: $(CPU)/tests/bench_cpu $(CPU)/tests/bench_moe
 
 bench-kernels: $(CUDA)/tests/bench_kernels
 	@$(CUDA)/tests/bench_kernels
+
+bench-attention: $(CUDA)/tests/bench_attention
+	@$(CUDA)/tests/bench_attention
 
 TUNE_FLAGS ?= --preset moonlight-mini
 tune: $(CUDA)/tests/tune

@@ -11,7 +11,7 @@ cpu=${MOK_CPU:-build/cpu}/train gpu=${MOK_GPU:-build/cuda}/train
 gpus=${MOK_GPUS-$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')}
 mpirun=${MPIRUN:-mpirun}
 [ "$gpus" = 0 ] && export OMP_NUM_THREADS=1
-echo "1..18"
+echo "1..20"
 
 # skip NAME REASON
 skip() {
@@ -163,6 +163,26 @@ memory_is_as_planned() {
     echo "${percent%% *}" | awk '{ exit !($1 >= 98 && $1 <= 102) }'
 }
 
+# lost_wait WHAT PATTERN: what gpu_lost_wait WHAT says about a wait inside a kernel that never ends.
+lost_wait() {
+    start=$(date +%s)
+    # shellcheck disable=SC2086
+    timeout -s KILL 60 "${gpu%/train}/tests/gpu_lost_wait" $1 >"$scratch/lost" 2>&1
+    code=$?
+    seconds=$(($(date +%s) - start))
+    cat "$scratch/lost"
+    echo "exit code $code after $seconds s"
+    [ "$code" = 1 ] && [ "$seconds" -gt 5 ] && [ "$seconds" -lt 30 ] && [ "$(grep -c 'mok: error' "$scratch/lost")" = 1 ] &&
+        grep -q '^ok: a wait that ends' "$scratch/lost" && ! grep -q 'failed' "$scratch/lost" && grep -q "$2" "$scratch/lost"
+}
+lost_wait_ends_the_job() {
+    lost_wait "" 'thread 33 of block 2 waited over 8 seconds inside a kernel for the rows that pass by'
+}
+lost_rows_of_attention_end_the_job() {
+    # Who waits for those rows, or for who waits for them: the last to give up leaves its record.
+    lost_wait attention 'waited over 8 seconds inside a kernel for .* attention'
+}
+
 check "the curve is that of the CPU" curve_is_that_of_the_cpu
 check "the curve of the tiny preset is that of the CPU" curve_of_the_tiny_preset_is_that_of_the_cpu
 check "another seed is another curve" other_seed_is_another_curve
@@ -175,8 +195,16 @@ check "both evaluate the same weights alike" both_evaluate_alike
 check "text is generated again alike" generates_the_same_text_again
 if [ "$gpus" -ge 1 ]; then
     check "memory is used as planned" memory_is_as_planned
+    check "a lost wait inside a kernel ends the job" lost_wait_ends_the_job
+    if "$gpu" --device 2>/dev/null | grep -q ', sm_90, '; then
+        check "rows that attention never gets end the job" lost_rows_of_attention_end_the_job
+    else
+        skip "rows that attention never gets end the job" "attention waits for rows on sm_90 alone"
+    fi
 else
     skip "memory is used as planned" "the build uses no GPU"
+    skip "a lost wait inside a kernel ends the job" "the build uses no GPU"
+    skip "rows that attention never gets end the job" "the build uses no GPU"
 fi
 
 # ---- ranks ----

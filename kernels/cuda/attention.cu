@@ -1,158 +1,166 @@
-// Causal softmax attention for MLA heads. A block takes 128 queries of one head through all keys that they see, 64 at a
-// time, with the softmax's maximum and denominator kept up as keys come by (online softmax).
+// Attention's operations: which implementation makes a pass (attention_passes.h), and what both have in common:
+//   terms_kernel    per query, the log of its denominator and D = <do, o>
+//   sum_rope_kernel the gradient of the rope keys, which all heads share
+// No atomics on data, so that every sum has one order.
 #include <math.h>
 
-#include "kernels/cuda/attention.cuh"
+#include "kernels/cuda/attention_passes.h"
+#include "kernels/cuda/columns.cuh"
+#include "kernels/cuda/scratch_attention.h"
 
-enum { KEY_STEP = 64 };
+extern "C" int attention_most_columns(void) { return ATTENTION_MMA_COLUMNS; }
 
-extern "C" int attention_most_columns(void) { return HEAD_LIMIT; }
-
-template <int DQ, int DV> static constexpr size_t forward_shared_bytes() {
-    return sizeof(real) * (TILE_ROWS * tile_pitch(DQ) + 2 * KEY_STEP * tile_pitch(DQ + DV));
+// Ends the program if heads are larger than they can be.
+static void require_widths(struct attention_shape s) {
+    int query = s.nope_dim + s.rope_dim, most = ATTENTION_MMA_COLUMNS;
+    if (s.nope_dim < 1 || s.rope_dim < 1 || s.value_dim < 1 || query > most || s.value_dim > most)
+        fail_user("attention",
+                  "found heads of %d + %d columns for keys and %d for values, wanted 1 to %d of each on a GPU; lower "
+                  "--nope-dim, --rope-dim or --value-dim",
+                  s.nope_dim, s.rope_dim, s.value_dim, most);
 }
 
-// Scores of keys behind their query become -infinity. first_query, first_key: of s[0].
-template <int TILES>
-static __device__ __forceinline__ void mask_later_keys(float (&s)[TILES][4], int first_query, int first_key) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            if (first_key + fragment_column(t, e) > first_query + fragment_row(e)) s[t][e] = -INFINITY;
-}
+// ---- terms ----
 
-// The softmax of one lane's two rows (fragment_row(0), fragment_row(2)), so far.
-struct softmax_rows {
-    float largest[2]; // score, in units of log 2
-    float sum[2];     // of this lane's columns
-};
+// With at least so many lanes a query, a thread block takes 128 queries or a fraction of that: all of one sequence, since
+// terms of a sequence are a multiple of 128.
+enum { TERMS_THREADS = 256, LEAST_LANES = TERMS_THREADS / (2 * TERM_BLOCK) };
 
-// Scores -> 2^(score - largest); what was summed before is scaled to the new maximum. scale: into units of log 2.
-// The first keys of a row always hold one it sees, so largest is finite from then on.
-template <int TILES, int OUT>
-static __device__ __forceinline__ void softmax_step(struct softmax_rows *rows, float (&s)[TILES][4],
-                                                    float (&acc)[OUT][4], float scale) {
+// terms [B, n, blocks, 2, 64]; d_o, o [N, n, value]; lse [B, n, T]. `lanes` threads, a power of two, for each query;
+// blockIdx.x counts `parts` blocks for each sequence, blockIdx.y is the head.
+static __global__ void __launch_bounds__(TERMS_THREADS)
+    terms_kernel(float *terms, const real *d_o, const real *o, const accum *lse, int lanes, unsigned parts,
+                 size_t term_stride, int length, int value, bool vectors) {
+    size_t heads = gridDim.y, h = blockIdx.y, b = blockIdx.x / parts;
+    int lane = (int)threadIdx.x % lanes;
+    int t = (int)(blockIdx.x % parts) * (TERMS_THREADS / lanes) + (int)threadIdx.x / lanes;
+    bool there = t < length;
+    float log = there ? lse[(b * heads + h) * (size_t)length + (size_t)t] : INFINITY, sum = 0;
+    if (there) {
+        size_t row = ((b * (size_t)length + (size_t)t) * heads + h) * (size_t)value;
+        const real *d_o_row = d_o + row, *o_row = o + row;
+        if (vectors) {
+            for (int c = lane * 8; c < value; c += lanes * 8) {
+                float x[8], y[8];
+                columns_read<8>(x, d_o_row + c);
+                columns_read<8>(y, o_row + c);
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float largest = -INFINITY;
-#pragma unroll
-        for (int t = 0; t < TILES; t++) largest = fmaxf(largest, fmaxf(s[t][2 * r], s[t][2 * r + 1]));
-        // A row's columns are with four neighbouring lanes.
-        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
-        largest = fmaxf(rows->largest[r], largest * scale);
-        float correction = exp2_short(rows->largest[r] - largest), sum = 0;
-        rows->largest[r] = largest;
-#pragma unroll
-        for (int t = 0; t < TILES; t++)
-#pragma unroll
-            for (int e = 2 * r; e < 2 * r + 2; e++) {
-                s[t][e] = exp2_short(fmaf(s[t][e], scale, -largest));
-                sum += s[t][e];
+                for (int i = 0; i < 8; i++) sum = fmaf(x[i], y[i], sum);
             }
-        rows->sum[r] = fmaf(rows->sum[r], correction, sum);
-#pragma unroll
-        for (int t = 0; t < OUT; t++) {
-            acc[t][2 * r] *= correction;
-            acc[t][2 * r + 1] *= correction;
+        } else {
+            for (int c = lane; c < value; c += lanes)
+                sum = fmaf(__bfloat162float(d_o_row[c]), __bfloat162float(o_row[c]), sum);
         }
     }
+    for (int distance = lanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
+    if (lane > 0) return;
+    float *place =
+        terms + (b * heads + h) * term_stride + (unsigned)t / TERM_BLOCK * (2 * TERM_BLOCK) + (unsigned)t % TERM_BLOCK;
+    place[0] = log * LOG2_E;
+    place[TERM_BLOCK] = sum;
 }
 
-// Output rows become means; returns the logs of the denominators in logs.
-template <int OUT>
-static __device__ __forceinline__ void softmax_finish(float (&logs)[2], const struct softmax_rows *rows,
-                                                      float (&acc)[OUT][4]) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float sum = rows->sum[r];
-        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-        logs[r] = fmaf(rows->largest[r], LN_2, logf(sum));
-        float inverse = 1.0f / sum;
-#pragma unroll
-        for (int t = 0; t < OUT; t++) {
-            acc[t][2 * r] *= inverse;
-            acc[t][2 * r + 1] *= inverse;
-        }
-    }
+static void launch_terms(float *terms, const real *d_o, const real *o, const accum *lse, struct attention_shape s) {
+    bool vectors = s.value_dim % 8 == 0 && ((uintptr_t)d_o | (uintptr_t)o) % 16 == 0;
+    int lanes = LEAST_LANES;
+    while (lanes < 32 && lanes * (vectors ? 8 : 1) < s.value_dim) lanes *= 2;
+    unsigned parts = (unsigned)(attention_term_blocks(s.length) * lanes / (TERMS_THREADS / TERM_BLOCK));
+    dim3 grid(parts * (unsigned)s.batch, (unsigned)s.heads);
+    terms_kernel<<<grid, TERMS_THREADS, 0, cuda_stream()>>>(
+        terms, d_o, o, lse, lanes, parts, attention_term_stride(s.length), s.length, s.value_dim, vectors);
+    cuda_check_launch();
 }
 
-template <int DQ, int DV>
-static __global__ void __launch_bounds__(TILE_THREADS, DQ <= 96 ? 2 : 1)
-    forward_kernel(real *o, accum *lse, struct attention_operands a, int tiles) {
-    extern __shared__ uint4 shared_memory[];
-    constexpr int Q_PITCH = tile_pitch(DQ), KV_PITCH = tile_pitch(DQ + DV);
-    real *q_tile = (real *)shared_memory;          // [128, DQ]
-    real *kv_tiles = q_tile + TILE_ROWS * Q_PITCH; // two of [64, DQ + DV]: keys, then values
+// ---- the shared rope keys ----
 
-    // Late queries see most keys: they go first.
-    int tile = tiles - 1 - (int)blockIdx.x % tiles, h = (int)blockIdx.y, b = (int)blockIdx.x / tiles;
-    int first = tile * TILE_ROWS, warp_first = first + warp_row();
-    int last = min(first + TILE_ROWS, a.length) - 1, steps = last / KEY_STEP + 1;
-    struct head_rows keys = head_keys(a, b, h), values = head_values(a, b, h);
-
-    auto load_step = [&](int j) {
-        real *to = kv_tiles + j % 2 * KEY_STEP * KV_PITCH;
-        load_tile<KEY_STEP, DQ, KV_PITCH>(to, keys, j * KEY_STEP);
-        load_tile<KEY_STEP, DV, KV_PITCH>(to + DQ, values, j * KEY_STEP);
-    };
-
-    load_tile<TILE_ROWS, DQ, Q_PITCH>(q_tile, head_queries(a, b, h), first);
-    load_step(0);
-    float acc[DV / 8][4] = {};
-    struct softmax_rows rows = {{-INFINITY, -INFINITY}, {0, 0}};
-    for (int j = 0; j < steps; j++) {
-        copy_wait();
-        // This step's tiles are complete, and nobody reads the other ones any more.
-        __syncthreads();
-        if (j + 1 < steps) load_step(j + 1);
-        int first_key = j * KEY_STEP;
-        if (first_key > warp_first + WARP_ROWS - 1) continue;
-        const real *kv_tile = kv_tiles + j % 2 * KEY_STEP * KV_PITCH;
-        float s[KEY_STEP / 8][4];
-        multiply_transposed<DQ, Q_PITCH, KV_PITCH>(s, q_tile + warp_row() * Q_PITCH, kv_tile);
-        if (first_key + KEY_STEP - 1 > warp_first) mask_later_keys(s, warp_first, first_key);
-        softmax_step(&rows, s, acc, a.scale * LOG2_E);
-        uint32_t p[KEY_STEP / 16][4];
-        round_to_fragments(p, s);
-        multiply_add<KV_PITCH>(acc, p, kv_tile + DQ);
-    }
-
-    float logs[2], *head_lse = lse + ((size_t)b * (size_t)a.heads + (size_t)h) * (size_t)a.length;
-    softmax_finish(logs, &rows, acc);
-    store_rows(head_begin(o, a, b, h, a.value), a.heads * a.value, a.value, a.length, warp_first, acc);
+// dkr [N, dkr_stride] = the sum of rope [n, N, dr] over the heads, in their order. A thread sums WIDTH columns of a row;
+// there are `parts` such.
+template <int WIDTH>
+static __global__ void __launch_bounds__(256)
+    sum_rope_kernel(real *dkr, int dkr_stride, const real *rope, size_t parts, int dr, int heads) {
+    size_t part = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (part >= parts) return;
+    float sums[WIDTH] = {};
+#pragma unroll 8
+    for (int h = 0; h < heads; h++) {
+        float values[WIDTH];
+        columns_read<WIDTH>(values, rope + ((size_t)h * parts + part) * WIDTH);
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        int row = warp_first + fragment_row(2 * r);
-        if (threadIdx.x % 4 == 0 && row < a.length) head_lse[row] = logs[r];
+        for (int c = 0; c < WIDTH; c++) sums[c] += values[c];
     }
+    unsigned in_row = (unsigned)dr / WIDTH;
+    columns_write<WIDTH>(dkr + part / in_row * (size_t)dkr_stride + part % in_row * WIDTH, sums);
 }
 
-struct forward_launch {
-    real *o;
-    accum *lse;
-    struct attention_operands operands;
-    struct attention_shape shape;
+static void launch_sum_rope(real *dkr, int dkr_stride, const real *rope, struct attention_shape s) {
+    size_t columns = (size_t)s.batch * (size_t)s.length * (size_t)s.rope_dim;
+    bool vectors = s.rope_dim % 8 == 0 && columns_aligned(dkr, sizeof(real) * (size_t)dkr_stride);
+    size_t parts = vectors ? columns / 8 : columns;
+    auto kernel = vectors ? sum_rope_kernel<8> : sum_rope_kernel<1>;
+    kernel<<<cuda_blocks(parts, 256), 256, 0, cuda_stream()>>>(dkr, dkr_stride, rope, parts, s.rope_dim, s.heads);
+    cuda_check_launch();
+}
 
-    template <int DQ, int DV> void run() const {
-        constexpr size_t bytes = forward_shared_bytes<DQ, DV>();
-        static bool ready;
-        cudaFuncAttribute attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-        if (!ready) cuda_check(cudaFuncSetAttribute(forward_kernel<DQ, DV>, attribute, bytes));
-        ready = true;
-        int tiles = attention_tiles(shape);
-        dim3 grid((unsigned)(tiles * shape.batch), (unsigned)shape.heads);
-        forward_kernel<DQ, DV><<<grid, TILE_THREADS, bytes, cuda_stream()>>>(o, lse, operands, tiles);
-        cuda_check_launch();
-    }
+// ---- scratch memory of the backward pass ----
+
+// Bytes to each array, and of all.
+struct backward_scratch {
+    size_t terms; // [B, n, blocks, 2, 64]
+    size_t rope;  // [n, N, dr]: gradients of rope keys, of each head
+    size_t bytes;
 };
+
+static size_t append(size_t *bytes, size_t more) {
+    size_t begin = *bytes;
+    *bytes += (more + 255) / 256 * 256;
+    return begin;
+}
+
+static struct backward_scratch backward_scratch_layout(struct attention_shape s) {
+    size_t pairs = (size_t)s.batch * (size_t)s.heads;
+    struct backward_scratch w = {};
+    w.terms = append(&w.bytes, sizeof(float) * pairs * attention_term_stride(s.length));
+    w.rope = append(&w.bytes, sizeof(real) * pairs * (size_t)s.length * (size_t)s.rope_dim);
+    return w;
+}
+
+extern "C" size_t scratch_attention_backward(struct attention_shape shape) {
+    return backward_scratch_layout(shape).bytes;
+}
+
+// ---- the operations ----
 
 extern "C" void attention_forward(real *o, accum *lse, const real *q, const real *kv, const real *kr, int kr_stride,
                                   struct attention_shape shape) {
     OPERATION();
     if (shape.batch == 0 || shape.length == 0 || shape.heads == 0) return;
-    struct forward_launch launch = {o, lse, attention_operands_of(q, kv, kr, kr_stride, NULL, shape), shape};
-    attention_choose(shape, launch);
+    require_widths(shape);
+    struct attention_operands a = {q, kv, kr, kr_stride, NULL, NULL, shape};
+    if (attention_wgmma_takes(&a, o))
+        attention_wgmma_forward(o, lse, &a);
+    else
+        attention_mma_forward(o, lse, &a);
+}
+
+extern "C" void attention_backward(real *dq, real *dkv, real *dkr, int dkr_stride, const real *d_o, const real *q,
+                                   const real *kv, const real *kr, int kr_stride, const real *o, const accum *lse,
+                                   struct attention_shape shape) {
+    OPERATION();
+    if (shape.batch == 0 || shape.length == 0 || shape.heads == 0) return;
+    require_widths(shape);
+    struct backward_scratch layout = backward_scratch_layout(shape);
+    char *memory = (char *)cuda_scratch(layout.bytes);
+    float *terms = (float *)(memory + layout.terms);
+    real *rope = (real *)(memory + layout.rope);
+    launch_terms(terms, d_o, o, lse, shape);
+    struct attention_operands a = {q, kv, kr, kr_stride, d_o, terms, shape};
+    if (attention_wgmma_takes(&a, dkv))
+        attention_wgmma_keys(dkv, rope, &a);
+    else
+        attention_mma_keys(dkv, rope, &a);
+    launch_sum_rope(dkr, dkr_stride, rope, shape);
+    if (attention_wgmma_takes(&a, dq))
+        attention_wgmma_queries(dq, &a);
+    else
+        attention_mma_queries(dq, &a);
 }

@@ -1,4 +1,4 @@
-// Scratch memory of attention: kernels/cuda/attention_backward.cu.
+// Bytes of scratch memory that attention takes. They do not shrink when a size grows.
 #ifndef MOK_KERNELS_CUDA_SCRATCH_ATTENTION_H
 #define MOK_KERNELS_CUDA_SCRATCH_ATTENTION_H
 

@@ -1,17 +1,15 @@
-// What both passes of attention share: fragments of tensor cores (mma.sync, m16n8k16), tiles in shared memory, and
-// where rows of heads lie in memory.
+// What the attention_mma_* passes share: fragments of tensor cores (mma.sync, m16n8k16), tiles in shared memory, and
+// where rows of heads lie in memory. They take heads of any widths up to ATTENTION_MMA_COLUMNS, at any address.
 //
 // A block has eight warps and works for 128 rows, 16 a warp, which stay in shared memory; the rows they meet (keys for
 // queries, queries for keys) come by in steps, the next step being copied while one is multiplied. Products of scores
 // are taken from the accumulators straight into the next product's fragments: scores never lie in memory.
-#ifndef MOK_KERNELS_CUDA_ATTENTION_CUH
-#define MOK_KERNELS_CUDA_ATTENTION_CUH
+#ifndef MOK_KERNELS_CUDA_ATTENTION_MMA_CUH
+#define MOK_KERNELS_CUDA_ATTENTION_MMA_CUH
 
-#include "kernels/cuda/cuda.h"
+#include "kernels/cuda/attention_passes.h"
 
-enum { TILE_ROWS = 128, WARP_ROWS = 16, TILE_THREADS = TILE_ROWS / WARP_ROWS * 32, HEAD_LIMIT = 256 };
-
-static const float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+enum { TILE_ROWS = 128, WARP_ROWS = 16, TILE_THREADS = TILE_ROWS / WARP_ROWS * 32 };
 
 // Elements from one row of a tile to the next. The 16 bytes more than needed put the eight rows of an 8x8 matrix into
 // different banks, since widths are multiples of 32 bytes.
@@ -23,12 +21,6 @@ static constexpr __host__ __device__ int tile_pitch(int columns) { return column
 static __device__ __forceinline__ void copy_async_16(void *shared, const void *memory, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
                  "l"(memory), "r"(there ? 16 : 0)
-                 : "memory");
-}
-
-static __device__ __forceinline__ void copy_async_8(void *shared, const void *memory, bool there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
-                 "l"(memory), "r"(there ? 8 : 0)
                  : "memory");
 }
 
@@ -215,8 +207,11 @@ static __device__ __forceinline__ void store_rows(real *out, int stride, int wid
 
 // ---- the operands ----
 
-struct attention_operands {
-    const real *q, *kv, *kr, *d_o; // d_o: backward
+// attention_operands as the kernels take them.
+struct mma_operands {
+    const real *q, *kv, *kr, *d_o;
+    const float *terms;
+    size_t term_stride; // floats of one head's terms
     int kr_stride;
     int length, heads, nope, rope, value;
     float scale;
@@ -225,22 +220,22 @@ struct attention_operands {
 
 // First element of a head's columns of width `columns` in row 0 of sequence b; rows have the columns of all heads.
 template <class Element>
-static __device__ __forceinline__ Element *head_begin(Element *x, const struct attention_operands &a, int b, int h,
+static __device__ __forceinline__ Element *head_begin(Element *x, const struct mma_operands &a, int b, int h,
                                                       int columns) {
     return x + ((size_t)b * (size_t)a.length * (size_t)a.heads + (size_t)h) * (size_t)columns;
 }
 
-static __device__ __forceinline__ struct head_rows head_plain(const real *x, const struct attention_operands &a,
-                                                              int stride, int width) {
+static __device__ __forceinline__ struct head_rows head_plain(const real *x, const struct mma_operands &a, int stride,
+                                                              int width) {
     return {x, x, stride, stride, width, width, a.length, a.vectors};
 }
 
-static __device__ __forceinline__ struct head_rows head_queries(const struct attention_operands &a, int b, int h) {
+static __device__ __forceinline__ struct head_rows head_queries(const struct mma_operands &a, int b, int h) {
     int width = a.nope + a.rope;
     return head_plain(head_begin(a.q, a, b, h, width), a, a.heads * width, width);
 }
 
-static __device__ __forceinline__ struct head_rows head_keys(const struct attention_operands &a, int b, int h) {
+static __device__ __forceinline__ struct head_rows head_keys(const struct mma_operands &a, int b, int h) {
     const real *kr = a.kr + (size_t)b * (size_t)a.length * (size_t)a.kr_stride;
     return {head_begin(a.kv, a, b, h, a.nope + a.value),
             kr,
@@ -252,40 +247,31 @@ static __device__ __forceinline__ struct head_rows head_keys(const struct attent
             a.vectors};
 }
 
-static __device__ __forceinline__ struct head_rows head_values(const struct attention_operands &a, int b, int h) {
+static __device__ __forceinline__ struct head_rows head_values(const struct mma_operands &a, int b, int h) {
     int width = a.nope + a.value;
     return head_plain(head_begin(a.kv, a, b, h, width) + a.nope, a, a.heads * width, a.value);
 }
 
-static __device__ __forceinline__ struct head_rows head_output_gradients(const struct attention_operands &a, int b,
-                                                                         int h) {
+static __device__ __forceinline__ struct head_rows head_output_gradients(const struct mma_operands &a, int b, int h) {
     return head_plain(head_begin(a.d_o, a, b, h, a.value), a, a.heads * a.value, a.value);
 }
 
 // ---- host ----
 
-// What the kernels take; ends the program if heads are larger than they can be. d_o: NULL in the forward pass.
-static inline struct attention_operands attention_operands_of(const real *q, const real *kv, const real *kr,
-                                                              int kr_stride, const real *d_o,
-                                                              struct attention_shape s) {
-    int query = s.nope_dim + s.rope_dim;
-    if (s.nope_dim < 1 || s.rope_dim < 1 || s.value_dim < 1 || query > HEAD_LIMIT || s.value_dim > HEAD_LIMIT)
-        fail_user("attention",
-                  "found heads of %d + %d columns for keys and %d for values, wanted 1 to %d of each on a GPU; lower "
-                  "--nope-dim, --rope-dim or --value-dim",
-                  s.nope_dim, s.rope_dim, s.value_dim, HEAD_LIMIT);
-    bool vectors = s.nope_dim % 8 == 0 && s.rope_dim % 8 == 0 && s.value_dim % 8 == 0 && kr_stride % 8 == 0 &&
-                   ((uintptr_t)q | (uintptr_t)kv | (uintptr_t)kr | (uintptr_t)d_o) % 16 == 0;
-    return {q, kv, kr, d_o, kr_stride, s.length, s.heads, s.nope_dim, s.rope_dim, s.value_dim, (float)s.scale, vectors};
+static inline struct mma_operands mma_operands_of(const struct attention_operands *a) {
+    struct attention_shape s = a->shape;
+    bool vectors = s.nope_dim % 8 == 0 && s.rope_dim % 8 == 0 && s.value_dim % 8 == 0 && a->kr_stride % 8 == 0 &&
+                   ((uintptr_t)a->q | (uintptr_t)a->kv | (uintptr_t)a->kr | (uintptr_t)a->d_o) % 16 == 0;
+    return {a->q,           a->kv,    a->kr,   a->d_o,     a->terms,   attention_term_stride(s.length),
+            a->kr_stride,   s.length, s.heads, s.nope_dim, s.rope_dim, s.value_dim,
+            (float)s.scale, vectors};
 }
 
-static inline int attention_tiles(struct attention_shape s) {
-    return s.length / TILE_ROWS + (s.length % TILE_ROWS > 0);
-}
+static inline int mma_tiles(struct attention_shape s) { return s.length / TILE_ROWS + (s.length % TILE_ROWS > 0); }
 
 // Calls launch.template run<DQ, DV>() with the smallest tiles that hold the heads. Few sizes, since each one is three
 // kernels to compile: the presets' heads are 24/16, 32/24, 96/64, 128/128 and 192/128.
-template <class Launch> static inline void attention_choose(struct attention_shape s, const Launch &launch) {
+template <class Launch> static inline void mma_choose(struct attention_shape s, const Launch &launch) {
     int query = s.nope_dim + s.rope_dim, value = s.value_dim;
     if (query <= 32 && value <= 32)
         launch.template run<32, 32>();
@@ -294,7 +280,7 @@ template <class Launch> static inline void attention_choose(struct attention_sha
     else if (query <= 192 && value <= 128)
         launch.template run<192, 128>();
     else
-        launch.template run<HEAD_LIMIT, HEAD_LIMIT>();
+        launch.template run<ATTENTION_MMA_COLUMNS, ATTENTION_MMA_COLUMNS>();
 }
 
 #endif

@@ -1,0 +1,34 @@
+#include "kernels/cuda/tensor_map.h"
+
+typedef CUresult encode_tiled(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                              const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's function, by its address, so that programs start where there is no driver.
+static encode_tiled *find_encode(void) {
+    static encode_tiled *encode;
+    enum cudaDriverEntryPointQueryResult found;
+    void *address = NULL;
+    if (encode) return encode;
+    cuda_check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &found));
+    if (found != cudaDriverEntryPointSuccess || !address)
+        fail_internal("tensor map", "found no cuTensorMapEncodeTiled in the driver, wanted one for CUDA 12 or newer");
+    return encode = (encode_tiled *)address;
+}
+
+CUtensorMap tensor_map_heads(struct head_array a, int rows) {
+    CUtensorMap map;
+    cuuint64_t sizes[4] = {(cuuint64_t)a.columns, (cuuint64_t)a.heads, (cuuint64_t)a.length, (cuuint64_t)a.batch};
+    cuuint64_t strides[3] = {a.head_stride * sizeof(real), a.row_stride * sizeof(real),
+                             a.sequence_stride * sizeof(real)};
+    cuuint32_t box[4] = {64, 1, (cuuint32_t)rows, 1}, steps[4] = {1, 1, 1, 1};
+    CUresult code = find_encode()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void *)a.x, sizes, strides, box, steps,
+                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (code != CUDA_SUCCESS)
+        fail_internal("tensor map",
+                      "cuTensorMapEncodeTiled gave code %d for %d x %d x %d x %d elements, rows %zu, heads %zu and "
+                      "sequences %zu apart",
+                      (int)code, a.batch, a.length, a.heads, a.columns, a.row_stride, a.head_stride, a.sequence_stride);
+    return map;
+}
