@@ -11,10 +11,15 @@ echo "1..6"
 
 "$cpu/tests/gpu_operations" --record "$scratch/record" --tiny >/dev/null || echo "# the CPU build records nothing"
 
+# racecheck takes what cp.async.bulk copies for writes of the thread that asked for them, and does not see that readers wait
+# for their barrier. One kernel has such copies: the keys' pass of attention on Hopper, which it therefore leaves out.
+not_understood='kns=keys_kernelI10head_sizes'
+
 # clean TOOL COMMAND...: no error, neither of the tool nor of the program.
 clean() {
     tool=$1
     shift
+    [ "$tool" = racecheck ] && set -- --kernel-name-exclude "$not_understood" "$@"
     "$sanitizer" --tool "$tool" --error-exitcode 99 --print-limit 20 "$@" >"$scratch/report" 2>&1
     code=$?
     grep -v '^ok ' "$scratch/report" | tail -n 60

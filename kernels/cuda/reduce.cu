@@ -6,14 +6,14 @@
 enum { THREADS = 256, TOTAL_THREADS = 1024 };
 enum { PIECE = 1 << 14 }; // values in a piece, or a multiple of it
 
-// Sum over the block, in thread 0. sums: a double for each thread.
+// Sum over the block, in thread 0; 0 in the others. sums: a double for each thread.
 static __device__ double block_total(double value, double *sums) {
     sums[threadIdx.x] = value;
     for (int half = blockDim.x / 2; half > 0; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
     }
-    return sums[0];
+    return threadIdx.x == 0 ? sums[0] : 0;
 }
 
 template <bool SQUARES> static __device__ __forceinline__ void add_value(double &sum, float value) {
