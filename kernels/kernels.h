@@ -158,7 +158,8 @@ int attention_most_columns(void);
 // then dv values   kr [N, kr_stride], its first dr columns
 void attention_forward(real *o, accum *lse, const real *q, const real *kv, const real *kr, int kr_stride,
                        struct attention_shape shape);
-// dq, dkv like q, kv; dkr [N, dkr_stride] is the sum over heads. o and lse are those of the forward pass.
+// dq, dkv like q, kv; dkr [N, dkr_stride] is the sum over heads, whose parts a GPU rounds to real first. o and lse are
+// those of the forward pass.
 void attention_backward(real *dq, real *dkv, real *dkr, int dkr_stride, const real *d_o, const real *q, const real *kv,
                         const real *kr, int kr_stride, const real *o, const accum *lse, struct attention_shape shape);
 

@@ -61,7 +61,8 @@ static __global__ void __launch_bounds__(TERMS_THREADS)
 }
 
 static void launch_terms(float *terms, const real *d_o, const real *o, const accum *lse, struct attention_shape s) {
-    bool vectors = s.value_dim % 8 == 0 && ((uintptr_t)d_o | (uintptr_t)o) % 16 == 0;
+    size_t row_bytes = sizeof(real) * (size_t)s.value_dim;
+    bool vectors = columns_aligned(d_o, row_bytes) && columns_aligned(o, row_bytes);
     int lanes = LEAST_LANES;
     while (lanes < 32 && lanes * (vectors ? 8 : 1) < s.value_dim) lanes *= 2;
     unsigned parts = (unsigned)(attention_term_blocks(s.length) * lanes / (TERMS_THREADS / TERM_BLOCK));

@@ -55,14 +55,6 @@ static __device__ __forceinline__ void multiply_fragment(float (&c)[4], const ui
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 2^x with an error of 2 units in the last place and tiny results as 0: BF16, to which probabilities are rounded, keeps
-// 16 bits less.
-static __device__ __forceinline__ float exp2_short(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // ---- rows of one head, as they go into a tile ----
 
 // Columns below `joint` lie at left, those from joint to width at right (the shared part of keys); both point to row 0
@@ -148,15 +140,6 @@ static __device__ __forceinline__ void multiply_add(float (&c)[TILES][4], const 
             multiply_fragment(c[t], a[k], b_part[0], b_part[1]);
             multiply_fragment(c[t + 1], a[k], b_part[2], b_part[3]);
         }
-}
-
-static __device__ __forceinline__ uint32_t pack_pair(float first, float second) {
-    union {
-        __nv_bfloat162 pair;
-        uint32_t bits;
-    } packed;
-    packed.pair = __floats2bfloat162_rn(first, second);
-    return packed.bits;
 }
 
 // Accumulators [16, 8 TILES] rounded to BF16, as the first factor of multiply_add: two 8-column tiles are one step.
@@ -260,27 +243,32 @@ static __device__ __forceinline__ struct head_rows head_output_gradients(const s
 
 static inline struct mma_operands mma_operands_of(const struct attention_operands *a) {
     struct attention_shape s = a->shape;
-    bool vectors = s.nope_dim % 8 == 0 && s.rope_dim % 8 == 0 && s.value_dim % 8 == 0 && a->kr_stride % 8 == 0 &&
-                   ((uintptr_t)a->q | (uintptr_t)a->kv | (uintptr_t)a->kr | (uintptr_t)a->d_o) % 16 == 0;
-    return {a->q,           a->kv,    a->kr,   a->d_o,     a->terms,   attention_term_stride(s.length),
-            a->kr_stride,   s.length, s.heads, s.nope_dim, s.rope_dim, s.value_dim,
-            (float)s.scale, vectors};
+    return {a->q,           a->kv,
+            a->kr,          a->d_o,
+            a->terms,       attention_term_stride(s.length),
+            a->kr_stride,   s.length,
+            s.heads,        s.nope_dim,
+            s.rope_dim,     s.value_dim,
+            (float)s.scale, attention_rows_aligned(a)};
 }
 
 static inline int mma_tiles(struct attention_shape s) { return s.length / TILE_ROWS + (s.length % TILE_ROWS > 0); }
 
-// Calls launch.template run<DQ, DV>() with the smallest tiles that hold the heads. Few sizes, since each one is three
-// kernels to compile: the presets' heads are 24/16, 32/24, 96/64, 128/128 and 192/128.
-template <class Launch> static inline void mma_choose(struct attention_shape s, const Launch &launch) {
-    int query = s.nope_dim + s.rope_dim, value = s.value_dim;
+// Columns of queries and keys, and of values, in tiles.
+template <int DQ_, int DV_> struct mma_sizes { static constexpr int DQ = DQ_, DV = DV_; };
+
+// Calls launch(sizes) with the smallest of the mma_sizes that hold the heads. Few sizes, since each one is three kernels
+// to compile: the presets' heads are 24/16, 32/24, 96/64, 128/128 and 192/128.
+template <class Launch> static inline void with_mma_sizes(const struct attention_shape *s, const Launch &launch) {
+    int query = s->nope_dim + s->rope_dim, value = s->value_dim;
     if (query <= 32 && value <= 32)
-        launch.template run<32, 32>();
+        launch(mma_sizes<32, 32>{});
     else if (query <= 96 && value <= 64)
-        launch.template run<96, 64>();
+        launch(mma_sizes<96, 64>{});
     else if (query <= 192 && value <= 128)
-        launch.template run<192, 128>();
+        launch(mma_sizes<192, 128>{});
     else
-        launch.template run<ATTENTION_MMA_COLUMNS, ATTENTION_MMA_COLUMNS>();
+        launch(mma_sizes<ATTENTION_MMA_COLUMNS, ATTENTION_MMA_COLUMNS>{});
 }
 
 #endif

@@ -200,49 +200,24 @@ static __global__ void __launch_bounds__(TILE_THREADS, 1)
 
 // ---- host ----
 
-struct mma_keys_launch {
-    real *dkv;
-    real *rope;
-    struct mma_operands operands;
-    struct attention_shape shape;
-
-    template <int DQ, int DV> void run() const {
-        constexpr size_t bytes = backward_shared_bytes<DQ, DV>();
-        static bool ready;
-        cudaFuncAttribute attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-        if (!ready) cuda_check(cudaFuncSetAttribute(keys_kernel<DQ, DV>, attribute, bytes));
-        ready = true;
-        int tiles = mma_tiles(shape);
-        dim3 grid((unsigned)(tiles * shape.batch * backward_shares<DQ, DV>()), (unsigned)shape.heads);
-        keys_kernel<DQ, DV><<<grid, TILE_THREADS, bytes, cuda_stream()>>>(dkv, rope, operands, tiles, shape.batch);
-        cuda_check_launch();
-    }
-};
-
 void attention_mma_keys(real *dkv, real *rope, const struct attention_operands *a) {
-    struct mma_keys_launch launch = {dkv, rope, mma_operands_of(a), a->shape};
-    mma_choose(a->shape, launch);
+    const struct attention_shape *s = &a->shape;
+    int tiles = mma_tiles(*s);
+    with_mma_sizes(s, [&](auto sizes) {
+        constexpr int DQ = decltype(sizes)::DQ, DV = decltype(sizes)::DV;
+        dim3 grid((unsigned)(tiles * s->batch * backward_shares<DQ, DV>()), (unsigned)s->heads);
+        attention_launch<keys_kernel<DQ, DV>>(grid, TILE_THREADS, backward_shared_bytes<DQ, DV>(), dkv, rope,
+                                              mma_operands_of(a), tiles, s->batch);
+    });
 }
 
-struct mma_queries_launch {
-    real *dq;
-    struct mma_operands operands;
-    struct attention_shape shape;
-
-    template <int DQ, int DV> void run() const {
-        constexpr size_t bytes = backward_shared_bytes<DQ, DV>();
-        static bool ready;
-        cudaFuncAttribute attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-        if (!ready) cuda_check(cudaFuncSetAttribute(queries_kernel<DQ, DV>, attribute, bytes));
-        ready = true;
-        int tiles = mma_tiles(shape);
-        dim3 grid((unsigned)(tiles * shape.batch), (unsigned)shape.heads);
-        queries_kernel<DQ, DV><<<grid, TILE_THREADS, bytes, cuda_stream()>>>(dq, operands, tiles);
-        cuda_check_launch();
-    }
-};
-
 void attention_mma_queries(real *dq, const struct attention_operands *a) {
-    struct mma_queries_launch launch = {dq, mma_operands_of(a), a->shape};
-    mma_choose(a->shape, launch);
+    const struct attention_shape *s = &a->shape;
+    int tiles = mma_tiles(*s);
+    dim3 grid((unsigned)(tiles * s->batch), (unsigned)s->heads);
+    with_mma_sizes(s, [&](auto sizes) {
+        constexpr int DQ = decltype(sizes)::DQ, DV = decltype(sizes)::DV;
+        attention_launch<queries_kernel<DQ, DV>>(grid, TILE_THREADS, backward_shared_bytes<DQ, DV>(), dq,
+                                                 mma_operands_of(a), tiles);
+    });
 }

@@ -128,26 +128,13 @@ static __global__ void __launch_bounds__(TILE_THREADS, DQ <= 96 ? 2 : 1)
     }
 }
 
-struct mma_forward_launch {
-    real *o;
-    accum *lse;
-    struct mma_operands operands;
-    struct attention_shape shape;
-
-    template <int DQ, int DV> void run() const {
-        constexpr size_t bytes = forward_shared_bytes<DQ, DV>();
-        static bool ready;
-        cudaFuncAttribute attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-        if (!ready) cuda_check(cudaFuncSetAttribute(forward_kernel<DQ, DV>, attribute, bytes));
-        ready = true;
-        int tiles = mma_tiles(shape);
-        dim3 grid((unsigned)(tiles * shape.batch), (unsigned)shape.heads);
-        forward_kernel<DQ, DV><<<grid, TILE_THREADS, bytes, cuda_stream()>>>(o, lse, operands, tiles);
-        cuda_check_launch();
-    }
-};
-
 void attention_mma_forward(real *o, accum *lse, const struct attention_operands *a) {
-    struct mma_forward_launch launch = {o, lse, mma_operands_of(a), a->shape};
-    mma_choose(a->shape, launch);
+    const struct attention_shape *s = &a->shape;
+    int tiles = mma_tiles(*s);
+    dim3 grid((unsigned)(tiles * s->batch), (unsigned)s->heads);
+    with_mma_sizes(s, [&](auto sizes) {
+        constexpr int DQ = decltype(sizes)::DQ, DV = decltype(sizes)::DV;
+        attention_launch<forward_kernel<DQ, DV>>(grid, TILE_THREADS, forward_shared_bytes<DQ, DV>(), o, lse,
+                                                 mma_operands_of(a), tiles);
+    });
 }

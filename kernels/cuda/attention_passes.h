@@ -29,6 +29,13 @@ static inline __host__ __device__ size_t attention_term_stride(int length) {
     return (size_t)attention_term_blocks(length) * 2 * TERM_BLOCK;
 }
 
+// Whether every row of every head begins at a multiple of 16 bytes, in all inputs.
+static inline bool attention_rows_aligned(const struct attention_operands *a) {
+    const struct attention_shape *s = &a->shape;
+    uintptr_t addresses = (uintptr_t)a->q | (uintptr_t)a->kv | (uintptr_t)a->kr | (uintptr_t)a->d_o;
+    return (s->nope_dim | s->rope_dim | s->value_dim | a->kr_stride) % 8 == 0 && addresses % 16 == 0;
+}
+
 // Widest heads that attention_mma_* take, of queries and of values.
 enum { ATTENTION_MMA_COLUMNS = 256 };
 
@@ -42,5 +49,33 @@ bool attention_wgmma_takes(const struct attention_operands *a, const void *outpu
 void attention_wgmma_forward(real *o, accum *lse, const struct attention_operands *a);
 void attention_wgmma_keys(real *dkv, real *rope, const struct attention_operands *a);
 void attention_wgmma_queries(real *dq, const struct attention_operands *a);
+
+// ---- what kernels of both use ----
+
+// 2^x with an error of 2 units in the last place and tiny results as 0: BF16, to which probabilities are rounded, keeps
+// 16 bits less.
+static __device__ __forceinline__ float exp2_short(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two numbers rounded to BF16, the first in the lower half.
+static __device__ __forceinline__ uint32_t pack_pair(float first, float second) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
+    return packed;
+}
+
+// Launches a kernel that takes the same bytes of shared memory in every call, more than a kernel may without asking.
+template <auto kernel, class... Arguments>
+static inline void attention_launch(dim3 grid, int threads, size_t shared_bytes, const Arguments &...arguments) {
+    static bool allowed;
+    cudaFuncAttribute attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    if (!allowed) cuda_check(cudaFuncSetAttribute(kernel, attribute, (int)shared_bytes));
+    allowed = true;
+    kernel<<<grid, (unsigned)threads, shared_bytes, cuda_stream()>>>(arguments...);
+    cuda_check_launch();
+}
 
 #endif

@@ -39,7 +39,10 @@ template <int NOPE_, int ROPE_, int VALUE_> struct head_sizes {
     static_assert(ROPE <= CHUNK_COLUMNS, "rope columns are one chunk");
 };
 
-// Two sides of a head's queries or keys. The rope columns of keys are the same for all heads.
+// What passes by WGMMA take at most.
+using largest_heads = struct head_sizes<128, 64, 128>;
+
+// The two parts of a head's queries or keys. The rope columns of keys are the same for all heads.
 struct query_maps {
     CUtensorMap nope, rope;
     bool shared_rope;
@@ -49,10 +52,9 @@ struct attention_tile {
     int b, h, index; // sequence, head, which 128 rows
 };
 
-static __device__ __forceinline__ void prefetch_maps(const struct query_maps *queries, const CUtensorMap *values) {
-    tma_prefetch(&queries->nope);
-    tma_prefetch(&queries->rope);
-    tma_prefetch(values);
+static __device__ __forceinline__ void prefetch_queries(const struct query_maps *maps) {
+    tma_prefetch(&maps->nope);
+    tma_prefetch(&maps->rope);
 }
 
 template <class Heads, int ROWS>
@@ -111,7 +113,7 @@ static __device__ __forceinline__ void multiply_rows(float (&d)[N / 2], const ui
 struct tile_order {
     int tiles, count;   // of a head; of all
     int pairs, section; // (sequence, head) in all; in a section
-    int heads;
+    int heads;          // of a sequence
 };
 
 // Counters in device memory: the next tile; blocks that found none left, of which the last sets both back to 0.
@@ -318,18 +320,14 @@ template <class Launch> static inline void with_head_sizes(const struct attentio
     else if (s->nope_dim <= 64)
         launch(head_sizes<64, 64, 128>{});
     else
-        launch(head_sizes<128, 64, 128>{});
+        launch(largest_heads{});
 }
 
+// A block on each multiprocessor, if there are as many tiles.
 template <auto kernel, class Parameters>
-static inline void launch_persistent(size_t shared_bytes, const Parameters &parameters, int tiles) {
-    static bool ready;
-    cudaFuncAttribute attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (!ready) cuda_check(cudaFuncSetAttribute(kernel, attribute, (int)shared_bytes));
-    ready = true;
-    int blocks = tiles < cuda_multiprocessors() ? tiles : cuda_multiprocessors();
-    kernel<<<(unsigned)blocks, ATTENTION_THREADS, shared_bytes, cuda_stream()>>>(parameters);
-    cuda_check_launch();
+static inline void launch_persistent(size_t shared_bytes, const Parameters &parameters) {
+    int tiles = parameters.order.count, most = cuda_multiprocessors();
+    attention_launch<kernel>((unsigned)(tiles < most ? tiles : most), ATTENTION_THREADS, shared_bytes, parameters);
 }
 
 #endif

@@ -48,7 +48,8 @@ template <class Heads>
 static __device__ void load_keys_and_values(const struct forward_parameters &p, struct forward_shared<Heads> *shared) {
     using Shared = struct forward_shared<Heads>;
     struct ring_place<KEY_STAGES> k, v;
-    prefetch_maps(&p.k, &p.v);
+    prefetch_queries(&p.k);
+    tma_prefetch(&p.v);
     // Values are needed one block later than keys.
     tiles_take<true>(p.counters, p.order, &shared->tiles, p.lost, [&](const struct attention_tile &tile) {
 #pragma unroll 1
@@ -76,7 +77,7 @@ static __device__ void load_keys_and_values(const struct forward_parameters &p, 
 
 template <class Heads>
 static __device__ void load_tile_queries(const struct forward_parameters &p, struct forward_shared<Heads> *shared) {
-    prefetch_maps(&p.q, &p.v);
+    prefetch_queries(&p.q);
     tiles_load_rows<true>(p.order, &shared->tiles, shared->q_barriers, forward_shared<Heads>::Q_BYTES, p.lost,
                           [&](const struct attention_tile &tile, int half, int row, uint32_t full) {
                               load_queries<Heads, HALF_ROWS>(shared_address(shared->q[half]), &p.q, row, tile, full);
@@ -340,7 +341,7 @@ static struct forward_parameters forward_parameters_of(real *o, accum *lse, cons
 static void forward_launch(const struct forward_parameters &p, const struct attention_shape *s) {
     with_head_sizes(s, [&](auto heads) {
         using Heads = decltype(heads);
-        launch_persistent<forward_kernel<Heads>>(sizeof(struct forward_shared<Heads>), p, p.order.count);
+        launch_persistent<forward_kernel<Heads>>(sizeof(struct forward_shared<Heads>), p);
     });
 }
 

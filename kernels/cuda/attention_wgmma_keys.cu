@@ -60,7 +60,8 @@ static __device__ void load_query_blocks(const struct keys_parameters &p, struct
     using Shared = struct keys_shared<Heads>;
     struct ring_place<QUERY_STAGES> place;
     int blocks = p.query_blocks();
-    prefetch_maps(&p.q, &p.d_o);
+    prefetch_queries(&p.q);
+    tma_prefetch(&p.d_o);
     tiles_take<false>(p.counters, p.order, &shared->tiles, p.lost, [&](const struct attention_tile &tile) {
         int first_terms = (tile.b * p.heads + tile.h) * attention_term_blocks(p.length);
 #pragma unroll 1
@@ -81,7 +82,8 @@ static __device__ void load_query_blocks(const struct keys_parameters &p, struct
 
 template <class Heads>
 static __device__ void load_tile_keys(const struct keys_parameters &p, struct keys_shared<Heads> *shared) {
-    prefetch_maps(&p.k, &p.v);
+    prefetch_queries(&p.k);
+    tma_prefetch(&p.v);
     tiles_load_rows<false>(
         p.order, &shared->tiles, shared->key_barriers, keys_shared<Heads>::BYTES, p.lost,
         [&](const struct attention_tile &tile, int half, int row, uint32_t full) {
@@ -104,8 +106,8 @@ template <class Heads> struct keys_worker {
     struct ring_place<1> keys;
     struct tile_reader reader;
     struct attention_tile tile;
-    int blocks;      // of queries that this worker's keys meet
-    int rows_behind; // the first block's queries that lie before all keys
+    int blocks; // of queries that this worker's keys meet
+    int gap;    // from the first block's first query to this worker's first key: 0 or 64 rows
 
     float dk[Heads::QUERY_COLUMNS / 2], dv[Heads::VALUE / 2];
     float s[QUERY_BLOCK / 2];          // S^T, then dP^T
@@ -142,12 +144,12 @@ template <class Heads> struct keys_worker {
         if (number < 0) return false;
         tile = tile_at<false>(p.order, number);
         blocks = p.query_blocks() - tile.index * (TILE_ROWS / QUERY_BLOCK);
-        rows_behind = 0;
+        gap = 0;
         if (half == 0) return true;
         // All queries of the first block are before this worker's keys. Where there is no other block there are no such
         // keys either, and everything is masked.
         if (blocks == 1) {
-            rows_behind = HALF_ROWS;
+            gap = HALF_ROWS;
             return true;
         }
         blocks--;
@@ -189,7 +191,7 @@ template <class Heads> struct keys_worker {
             }
         }
         if (!masked) return;
-        int distance = rows_behind + warp * WARP_ROWS + lane / 4 - lane % 4 * 2;
+        int distance = gap + warp * WARP_ROWS + lane / 4 - lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < QUERY_BLOCK / 8; j++)
 #pragma unroll
@@ -355,6 +357,6 @@ void attention_wgmma_keys(real *dkv, real *rope, const struct attention_operands
     p.scale_log2 = p.scale * LOG2_E;
     with_head_sizes(s, [&](auto heads) {
         using Heads = decltype(heads);
-        launch_persistent<keys_kernel<Heads>>(sizeof(struct keys_shared<Heads>), p, p.order.count);
+        launch_persistent<keys_kernel<Heads>>(sizeof(struct keys_shared<Heads>), p);
     });
 }

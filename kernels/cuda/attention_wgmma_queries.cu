@@ -56,7 +56,8 @@ template <class Heads>
 static __device__ void load_keys_and_values(const struct queries_parameters &p, struct queries_shared<Heads> *shared) {
     using Shared = struct queries_shared<Heads>;
     struct ring_place<KEY_STAGES> place; // of both rings, which move together
-    prefetch_maps(&p.k, &p.v);
+    prefetch_queries(&p.k);
+    tma_prefetch(&p.v);
     tiles_take<true>(p.counters, p.order, &shared->tiles, p.lost, [&](const struct attention_tile &tile) {
 #pragma unroll 1
         for (int block = p.last_key_block(tile); block >= 0; block--) {
@@ -77,7 +78,8 @@ static __device__ void load_keys_and_values(const struct queries_parameters &p, 
 
 template <class Heads>
 static __device__ void load_tile_queries(const struct queries_parameters &p, struct queries_shared<Heads> *shared) {
-    prefetch_maps(&p.q, &p.d_o);
+    prefetch_queries(&p.q);
+    tma_prefetch(&p.d_o);
     tiles_load_rows<true>(
         p.order, &shared->tiles, shared->query_barriers,
         queries_shared<Heads>::Q_BYTES + queries_shared<Heads>::D_O_BYTES, p.lost,
@@ -308,6 +310,6 @@ void attention_wgmma_queries(real *dq, const struct attention_operands *a) {
     p.scale_log2 = p.scale * LOG2_E;
     with_head_sizes(s, [&](auto heads) {
         using Heads = decltype(heads);
-        launch_persistent<queries_kernel<Heads>>(sizeof(struct queries_shared<Heads>), p, p.order.count);
+        launch_persistent<queries_kernel<Heads>>(sizeof(struct queries_shared<Heads>), p);
     });
 }

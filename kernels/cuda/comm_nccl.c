@@ -100,7 +100,7 @@ void comm_nccl_wait(cudaEvent_t event, const char *call) {
         }
         pause_between_looks(now);
     }
-    lost_wait_check(); // nobody is given what a kernel made without what it waited for
+    lost_wait_check(); // should the kernel have ended all the same
 }
 
 // One stream has them all: its last one ends last.

@@ -155,18 +155,4 @@ template <int COUNT> static __device__ __forceinline__ void registers_take() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// Two numbers rounded to BF16, the first in the lower half.
-static __device__ __forceinline__ uint32_t pack_pair(float first, float second) {
-    uint32_t packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
-    return packed;
-}
-
-// 2^x with an error of 2 units in the last place and tiny results as 0, for what is rounded to BF16 next.
-static __device__ __forceinline__ float exp2_short(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 #endif

@@ -2,7 +2,7 @@
 //
 // They run on while the warpgroup does other work: products between wgmma_begin and wgmma_commit are a group, and
 // wgmma_wait<n> waits until at most the n last groups are still running. Registers of a running product must not be
-// touched, and ptxas must be able to see that: it serializes products, with a warning C75xx, where it cannot.
+// touched, and ptxas must be able to see that: it serializes products, with a note C75xx, where it cannot.
 //
 // Thread t of the warpgroup has, of d [64, N], rows 16 (t / 32) + t % 32 / 4 (and 8 below it) and columns 2 (t % 4) (and
 // the next) of every eight: d[4 j], d[4 j + 1] of the upper row in columns 8 j on, d[4 j + 2], d[4 j + 3] of the lower.
