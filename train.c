@@ -123,7 +123,7 @@ static void train(const struct options *o, const struct input *in, const struct 
         printf("found step %lld done, and --steps %lld: nothing to do\n", (long long)t.step, (long long)o->steps);
     } else {
         // First, since it looks whether the trace can be written: run_folder_begin may remove a run.
-        int workers = o->moe.kind == MOE_MOK ? moe_mok_workers(&o->moe) : 0;
+        int workers = o->moe.kind == MOE_MOK ? mok_traced_workers(moe_mok_workers(&o->moe)) : 0;
         trace_open_run(&trace, parallel->world, o->trace, workers, t.step, o->steps);
         if (leader_is_here(parallel->world)) run_folder_begin(o);
         log_open(&log, &t, o->out);

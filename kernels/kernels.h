@@ -119,6 +119,10 @@ void grouped_matmul_tn(accum *dw, const real *a, const real *b, const int *offse
 // What multiplies the tiles of the grouped products: NVIDIA's library or this program's own code.
 enum grouped_core { GROUPED_CUBLASLT, GROUPED_OWN };
 bool grouped_matmul_available(enum grouped_core core);
+// N, K and M of the grouped products must be multiples of this.
+int grouped_matmul_unit(enum grouped_core core);
+// From now on this one multiplies, if the build has it.
+void grouped_matmul_choose(enum grouped_core core);
 
 // ---- embedding, norm, rotary position ----
 

@@ -13,8 +13,16 @@
 #include "kernels/mok_plan.h"
 #include "kernels/trace.h"
 
-// Whether this backend has the megakernel.
-bool mok_available(void);
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Whether this backend has the megakernel of a pass.
+bool mok_available(enum mok_pass pass);
+// H, I and the shared expert's inner width must be multiples of this.
+int mok_column_unit(void);
+// The most ranks of an EP group. INT_MAX: any.
+int mok_most_ranks(void);
 
 // ---- ranks ----
 
@@ -23,8 +31,9 @@ bool mok_available(void);
 struct mok_group {
     int rank, ranks;
     char *const *base;
-    uint64_t epoch; // barriers passed
+    uint64_t epoch; // barriers passed; a GPU keeps it in device memory
     double timeout; // seconds a barrier waits for the slowest rank
+    int tokens;     // of this rank, by mok_set_tokens
 };
 
 size_t mok_header_bytes(int ranks);
@@ -49,6 +58,10 @@ void mok_plan_alloc(struct mok_plan *p, const struct mok_shape *s);
 void mok_plan_free(struct mok_plan *p);
 size_t mok_plan_bytes(const struct mok_shape *s);
 
+// A copy whose arrays are in host memory and which is complete: for tests and reports. Waits for the device. The copy
+// has no tables of tasks; free its rows, which are one piece of memory with all else, with free.
+void mok_plan_read(struct mok_plan *host, const struct mok_plan *p, const struct mok_shape *s);
+
 // The plan of this rank from all ranks' choices. ids [tokens, K] (-1: not placed) and gates [tokens, K] lie at the same
 // place in every rank's symmetric memory.
 void mok_plan_make(struct mok_plan *p, const struct mok_shape *s, const struct mok_group *g, const int32_t *ids,
@@ -56,10 +69,14 @@ void mok_plan_make(struct mok_plan *p, const struct mok_shape *s, const struct m
 
 // ---- a pass ----
 
+// Whether finished rows lie in mok_workspace.out before they are pushed. A GPU pushes them as they leave the
+// multipliers.
+bool mok_keeps_out(void);
+
 // What all layers share. Row buffers are rings.
 struct mok_workspace {
     real *hidden;           // [ring_rows, I]
-    real *out;              // [ring_rows, H] what is pushed: y, or dx
+    real *out;              // [ring_rows, H] what is pushed: y, or dx; NULL unless mok_keeps_out
     real *dy_rows;          // [ring_rows, H]
     real *d_gate_up;        // [ring_rows, 2I]
     accum *partials;        // [ceil(I / MOK_PARTIAL_COLUMNS), ring_rows] of the gates' gradients
@@ -89,18 +106,27 @@ struct mok_layer {
 
 // How a pass is run. No member changes a bit of the results.
 struct mok_crew {
-    int workers;         // threads that mok_crew_open starts
+    int workers;         // threads that mok_crew_open starts; of a GPU thread blocks, at most its multiprocessors
     int comm_workers;    // of them, those that only move rows; 0: all move and multiply. Less than workers
-    double timeout;      // seconds that a worker waits for others before the job is given up
-    struct trace *trace; // NULL, or with tracks 1 .. workers for them
+    double timeout;      // seconds that a worker waits for others before the job is given up; of a GPU about 10
+    struct trace *trace; // NULL, or with tracks 1 .. mok_traced_workers for them
     int first_expert;    // global number of this rank's first expert, for the trace
     void (*before_task)(void *argument, int worker, struct mok_task task); // for tests: delays and stalls; NULL
     void *argument;
+    uint64_t delays;   // for tests on a GPU: seed of random pauses before tasks and moves; 0: none
     struct pool *pool; // of mok_crew_open
 };
 
-// Workers of a rank when nobody says: as many as compute elsewhere.
+// Workers of a rank when nobody says: as many as compute elsewhere; of a GPU one on each multiprocessor.
 int mok_default_workers(void);
+// The most that there can be.
+int mok_most_workers(void);
+// Of so many workers those with a track in a trace; a GPU's record nothing.
+int mok_traced_workers(int workers);
+
+// Rows of a mover's ticket (mok_shape.move_rows), of so many columns: long enough to be worth the ticket, short enough to
+// spread.
+int mok_default_move_rows(int hidden);
 
 // Starts the crew's threads, which wait for passes; ends them.
 void mok_crew_open(struct mok_crew *c);
@@ -108,9 +134,18 @@ void mok_crew_close(struct mok_crew *c);
 
 // Runs one pass. A worker whose wait lasts too long ends the job (exit 1) with a line that says who waited for what: "worker
 // 3 in the backward pass waited 60 s in task d x (block 17, tile 1, local expert 2) for d hidden tiles of row block 17:
-// found 3, wanted 4". If it waits for rows that nobody pulls, the line goes on with what the pull waits for.
+// found 3, wanted 4". If it waits for rows that nobody pulls, the line goes on with what the pull waits for. Of a GPU's
+// workers: "thread 0 of block 17 waited over 8 seconds inside a kernel for pulled groups of row block 5: found 3, wanted
+// 16".
+//
+// On a GPU everything from mok_set_tokens to mok_run is queued on the stream of operations and can be captured into a CUDA
+// graph, to be replayed as long as no operation has taken more scratch memory since (device_reserve_scratch).
 void mok_run(const struct mok_shape *s, const struct mok_plan *p, const struct mok_group *g,
              const struct mok_layer *layer, const struct mok_workspace *w, const struct mok_crew *crew,
              enum mok_pass pass);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

@@ -17,6 +17,10 @@
 // for pulling and one for pushing. Every task waits for counters that earlier tasks or movers raise; movers wait for
 // counters that tasks raise, and a mover takes a ticket only when nothing is left to wait for. Nobody waits for another
 // rank. Hence any one worker alone can finish a pass.
+//
+// On a GPU rows are pushed by the tiles that make them, so that a block has been pushed when its output tiles are done. And
+// movers are warps of their own, which may hold tickets that they have to wait for: the rows of an older macrobatch, whose
+// tasks and tickets come before, and for which nobody who holds them waits.
 #ifndef MOK_KERNELS_MOK_PLAN_H
 #define MOK_KERNELS_MOK_PLAN_H
 
@@ -51,7 +55,7 @@ struct mok_shape {
     int max_tokens;                // of one rank
     int minibatch_rows, ring_rows; // multiples of MOK_BLOCK_ROWS; the ring is a multiple of the minibatch
     int lag;                       // tiles of the next phase that come before the second half of a phase
-    int move_rows;                 // rows of one mover's ticket; divides MOK_BLOCK_ROWS
+    int move_rows;                 // rows of one mover's ticket; divides MOK_BLOCK_ROWS; on a GPU at most 32
     bool replay;                   // nothing of forward is in the ring when backward begins
 };
 
@@ -115,6 +119,8 @@ struct mok_row {
     accum gate;
 };
 
+enum mok_pass { MOK_FORWARD, MOK_BACKWARD, MOK_PASSES };
+
 struct mok_plan {
     int rank, experts;    // this rank, its experts
     int tokens;           // its own tokens: rows of the shared expert
@@ -125,6 +131,14 @@ struct mok_plan {
     int *walk;            // [blocks] the order in which movers and tiles take them, minibatch by minibatch
     struct mok_row *rows; // [blocks * MOK_BLOCK_ROWS]
     int *source_rows;     // [experts, ranks] rows before those of each source in a segment
+    // GPU alone. There the arrays are in device memory, and what routes decide (blocks) is known in *device only.
+    struct mok_plan *device;            // this plan, complete
+    struct mok_task *tasks[MOK_PASSES]; // [task_total] of each pass, in order
+    int task_total[MOK_PASSES];         // in *device
+    // Of a row from another rank: the row of the same token that comes first in the walk, and can be copied in place of
+    // being pulled. -1: this is that row, or one of this rank's own, or padding. With several macrobatches all are -1,
+    // since rows of the next one could take the first row's place in the ring while it is copied.
+    int *twin; // [blocks * MOK_BLOCK_ROWS]
 };
 
 MOK_INLINE int mok_ring_blocks(const struct mok_shape *s) { return s->ring_rows / MOK_BLOCK_ROWS; }
@@ -208,6 +222,16 @@ enum mok_counter_kind {
     MOK_EXPERT_D_WEIGHTS,                     // its weight-gradient tiles done
     MOK_SHARED_INNER,                         // of a block of own tokens: shared gate/up (d hidden) tiles done
     MOK_SHARED_ALL,                           // the same over all blocks
+    MOK_TICKETS,                              // GPU: of enum mok_ticket
+};
+
+// Numbers that workers of a GPU count up together, each alone in a cache line.
+enum mok_ticket {
+    MOK_NEXT_TASK,
+    MOK_NEXT_PULL,
+    MOK_ARRIVED,  // workers that have begun
+    MOK_GIVEN_UP, // workers that have lost a wait
+    MOK_TICKET_KINDS
 };
 
 // Where a counter lies among all of them.
@@ -219,9 +243,11 @@ MOK_INLINE size_t mok_counter(const struct mok_shape *s, enum mok_counter_kind k
     if (kind == MOK_EXPERT_D_HIDDEN) return at;
     if (kind == MOK_EXPERT_D_WEIGHTS) return at + experts;
     if (kind == MOK_SHARED_INNER) return at + 2 * experts;
-    return at + 2 * experts + tokens;
+    if (kind == MOK_SHARED_ALL) return at + 2 * experts + tokens;
+    const size_t line = 128 / sizeof(int32_t);
+    return ((MOK_BLOCK_COUNTERS * blocks + 2 * experts + tokens + 1) / line + 1 + (size_t)index) * line;
 }
-MOK_INLINE size_t mok_counter_total(const struct mok_shape *s) { return mok_counter(s, MOK_SHARED_ALL, 1); }
+MOK_INLINE size_t mok_counter_total(const struct mok_shape *s) { return mok_counter(s, MOK_TICKETS, MOK_TICKET_KINDS); }
 
 // Something to wait for: the counter has reached a value.
 struct mok_wait {
@@ -232,8 +258,6 @@ struct mok_wait {
 enum { MOK_MOST_WAITS = 3 };
 
 // ---- tasks ----
-
-enum mok_pass { MOK_FORWARD, MOK_BACKWARD };
 
 enum mok_task_kind {
     MOK_TASK_SHARED_GATE_UP,
@@ -526,12 +550,18 @@ MOK_INLINE bool mok_pull_replays(const struct mok_shape *s, enum mok_pass pass, 
     return pass == MOK_BACKWARD && mok_is_replayed(s, mok_macrobatch_of(s, block));
 }
 
+// The block that had this one's place in the ring before it in the same pass; -1: none.
+MOK_INLINE int mok_block_before(const struct mok_shape *s, const struct mok_plan *p, enum mok_pass pass, int block) {
+    int ring = mok_ring_blocks(s), before = pass == MOK_FORWARD ? block + ring : block - ring;
+    return before < p->blocks ? before : -1;
+}
+
 // What a pull waits for: that its place in the ring is free. Its rows' predecessors there have been pushed, which is the
 // last that happens to them in forward; in backward the weight gradients of their expert have read them too.
 MOK_INLINE int mok_pull_waits(const struct mok_shape *s, const struct mok_plan *p, enum mok_pass pass, int block,
                               struct mok_wait waits[MOK_MOST_WAITS]) {
-    int count = 0, ring = mok_ring_blocks(s), before = pass == MOK_FORWARD ? block + ring : block - ring;
-    if (before < 0 || before >= p->blocks) return 0;
+    int count = 0, before = mok_block_before(s, p, pass, block);
+    if (before < 0) return 0;
     mok_add_wait(waits, &count, MOK_PUSHED, before, mok_groups(s));
     if (pass == MOK_BACKWARD) {
         int e = p->block_expert[before], turns = mok_expert_turns(s, p, e, mok_macrobatch_of(s, before));

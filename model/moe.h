@@ -8,6 +8,13 @@
 // Bytes that the layer wants at the beginning of the activations' symmetric memory; 0: it wants none.
 size_t moe_header_bytes(const struct config *c, const struct moe_settings *settings, int ep);
 
+// Whether the layer can have this model, on ranks with max_tokens tokens each, as settings say. If not,
+// ends the program (exit 2).
+void moe_check(const struct config *c, const struct moe_settings *settings, int ep, int max_tokens);
+// A part of it: the widths of the experts must be multiples of unit; what names whose unit it is, instead
+// who takes any.
+void moe_check_widths(const struct config *c, int unit, const char *what, const char *instead);
+
 // The layer's own memory, for the kind, parallel group and batch of a model whose other members are open. All four
 // functions are collective over the EP group: a rank without tokens calls them with N = 0, its experts serve the others.
 void moe_open(struct model *m);

@@ -407,6 +407,7 @@ void moe_alltoall_forward(struct model *m, int block, real *y, const real *resid
     struct pass pass = pass_of(m, block), *p = &pass;
     struct moe_alltoall *l = p->l;
     int slots = N * p->K;
+    grouped_matmul_choose(m->moe.expert_gemm);
     place_routes(p, N);
     scatter_rows(p, p->kept->rows.memory, p->a->ffn_norm, N);
     if (l->ranks > 1) moe_gather_gates(l->sent_gates, p->a->gates, p->b->slot_of_row, slots);
@@ -491,6 +492,7 @@ void moe_alltoall_backward(struct model *m, int block, real *dx, accum *d_gates,
     struct moe_alltoall *l = p->l;
     bool alone = l->ranks == 1;
     int slots = N * p->K;
+    grouped_matmul_choose(m->moe.expert_gemm);
     reserve_backward(l, &m->config, (size_t)rows_here(p));
     real *d_rows = l->d_rows.memory;
     if (m->moe.recompute == RECOMPUTE_MOE) rebuild_rows(p, N);

@@ -6,6 +6,7 @@
 
 #include "kernels/fail.h"
 #include "model/leader.h"
+#include "model/moe.h"
 #include "model/trace.h"
 
 // ---- sizes ----
@@ -31,23 +32,38 @@ static void check_capacity(const struct mok_shape *s) {
         s->max_tokens, s->ranks, s->top_k, mok_capacity_rows(s));
 }
 
-static void check(const struct mok_shape *s, const struct moe_settings *settings) {
-    int workers = moe_mok_workers(settings);
+static void check_workers(const struct moe_settings *settings) {
+    int workers = moe_mok_workers(settings), most = mok_most_workers();
+    if (workers > most)
+        fail_user("--workers", "found %d, wanted at most %d (of a GPU, its multiprocessors); lower it or leave it out",
+                  workers, most);
     if (settings->comm_workers >= workers)
         fail_user(
             "--comm-workers",
             "found %d with %d worker%s of a rank, wanted fewer, so that some multiply; lower it or raise --workers",
             settings->comm_workers, workers, workers == 1 ? "" : "s");
+}
+
+static void check_ranks(int ep) {
+    int most = mok_most_ranks(), nearest = 1;
+    if (ep <= most) return;
+    for (int n = 2; n <= most; n++)
+        if (ep % n == 0) nearest = n;
+    fail_user("--ep", "found %d, wanted at most %d with --moe mok on this device; use --ep %d or --moe alltoall", ep,
+              most, nearest);
+}
+
+static void check_rows(const struct mok_shape *s) {
     if (s->minibatch_rows % MOK_BLOCK_ROWS || s->ring_rows % s->minibatch_rows)
         fail_user("--ring-rows", "found %d with --minibatch-rows %d, wanted a multiple of it, and both of %d",
                   s->ring_rows, s->minibatch_rows, MOK_BLOCK_ROWS);
 }
 
 struct mok_shape moe_mok_shape(const struct config *c, int ep, int max_tokens, const struct moe_settings *settings) {
-    enum { MOVE_ROWS = 32 }; // of a mover's ticket: long enough to be worth the ticket, short enough to spread
-    const int most_workers = 1 << 16;
     int workers = moe_mok_workers(settings), m = c->expert_intermediate;
-    if (workers > most_workers) fail_user("--workers", "found %d, wanted at most %d", workers, most_workers);
+    check_workers(settings);
+    check_ranks(ep);
+    moe_check_widths(c, mok_column_unit(), "--moe mok", "--moe alltoall");
     struct mok_shape s = {.ranks = ep,
                           .experts = c->experts,
                           .top_k = c->top_k,
@@ -58,7 +74,7 @@ struct mok_shape moe_mok_shape(const struct config *c, int ep, int max_tokens, c
                           .minibatch_rows = settings->minibatch_rows,
                           .ring_rows = settings->ring_rows,
                           .lag = workers, // about one wave
-                          .move_rows = MOVE_ROWS,
+                          .move_rows = mok_default_move_rows(c->hidden),
                           .replay = settings->recompute == RECOMPUTE_MOE};
     check_capacity(&s);
     if (!s.minibatch_rows) {
@@ -66,7 +82,7 @@ struct mok_shape moe_mok_shape(const struct config *c, int ep, int max_tokens, c
         if (s.ring_rows >= MOK_BLOCK_ROWS) s.minibatch_rows = fit_minibatch(s.minibatch_rows, s.ring_rows);
     }
     if (!s.ring_rows) s.ring_rows = mok_default_ring(&s);
-    check(&s, settings);
+    check_rows(&s);
     return s;
 }
 
@@ -87,7 +103,7 @@ static void take_workspace(struct allocator *a, struct mok_workspace *w, const s
     size_t R = (size_t)s->ring_rows, H = (size_t)s->hidden, I = (size_t)s->intermediate;
     size_t T = (size_t)s->max_tokens, S = (size_t)s->shared;
     *w = (struct mok_workspace){.hidden = take(a, R * I, sizeof(real)),
-                                .out = take(a, R * H, sizeof(real)),
+                                .out = take(a, mok_keeps_out() ? R * H : 0, sizeof(real)),
                                 .shared_hidden = take(a, T * S, sizeof(real)),
                                 .shared_out = take(a, S ? T * H : 0, sizeof(real)),
                                 .counters = take(a, mok_counter_total(s), sizeof(int32_t))};
@@ -119,7 +135,8 @@ size_t moe_mok_bytes(const struct config *c, const struct mok_shape *s, bool tra
     return a.bytes;
 }
 
-// Under sanitizers, or with many ranks on few cores, waits take longer than on a machine that has nothing else to do.
+// Of threads: under sanitizers, or with many ranks on few cores, waits take longer than on a machine that has nothing
+// else to do. On a GPU nothing else runs, and its waits have a bound of their own.
 static double wait_seconds(struct comm *world) {
     const char *text = getenv("MOK_WAIT_SECONDS");
     char *end = "";
@@ -141,7 +158,8 @@ void moe_mok_open(struct model *m) {
     if (l) l->blocks = calloc(blocks, sizeof *l->blocks);
     if (!l || !l->blocks) fail_internal("megakernel", "found no memory for %zu layers", blocks);
     l->shape = moe_mok_shape(c, p->ep, m->acts.batch * m->acts.seq, &m->moe);
-    l->group = (struct mok_group){p->ep_rank, p->ep, (char *const *)m->acts.symm.peers, 0, comm_timeout()};
+    l->group = (struct mok_group){
+        .rank = p->ep_rank, .ranks = p->ep, .base = (char *const *)m->acts.symm.peers, .timeout = comm_timeout()};
     l->crew = (struct mok_crew){.workers = moe_mok_workers(&m->moe),
                                 .comm_workers = m->moe.comm_workers,
                                 .timeout = wait_seconds(p->world),
@@ -224,7 +242,9 @@ static void run(struct model *m, int block, const struct mok_layer *layer, enum 
         mok_plan_make(&b->plan, &l->shape, &l->group, a->ids, a->gates);
         trace_add_phase(m->trace, "plan", block, begin);
     }
+    begin = trace_mark(m->trace);
     mok_run(&l->shape, &b->plan, &l->group, layer, &l->work, &l->crew, pass);
+    trace_add_phase(m->trace, "megakernel", block, begin);
     begin = trace_mark(m->trace);
     mok_barrier(&l->group, after);
     trace_add_phase(m->trace, "barrier", block, begin);

@@ -35,7 +35,7 @@ struct moe_settings {
     int alltoall_chunks;           // pieces of the local experts whose exchanges overlap with computing; 1: none
     enum grouped_core expert_gemm; // of the experts' products
     // mok:
-    int workers;        // worker threads of a rank; 0: as many as it computes with elsewhere
+    int workers;        // threads of a rank, or thread blocks of its GPU; 0: mok_default_workers
     int comm_workers;   // of them, those that only move rows; 0: every worker moves and multiplies
     int minibatch_rows; // rows of one phase, a multiple of 128; 0: chosen
     int ring_rows;      // rows that are in memory at once, a multiple of minibatch_rows; 0: chosen

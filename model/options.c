@@ -92,13 +92,13 @@ static const struct flag flags[] = {
     {RATE, "adam-eps", "X", MEMBER(adam_eps), SMALL, MANY, FIXED, "AdamW: added to the root of the second moment"},
 
     {RANKS, "ep", "N", MEMBER(ep), 0, MANY, START, "ranks that share one set of experts (an EP group), a divisor of all ranks; 0: the most that one host and the experts allow"},
-    {RANKS, "moe", "mok|alltoall", MEMBER(moe.kind), 0, 0, START, "how the ranks of a group exchange tokens: the megakernel (not yet in a build for GPUs), or all-to-all around grouped products"},
-    {RANKS, "workers", "N", MEMBER(moe.workers), 0, MANY, START, "mok: worker threads of a rank; 0: as many as it computes with elsewhere"},
+    {RANKS, "moe", "mok|alltoall", MEMBER(moe.kind), 0, 0, START, "how the ranks of a group exchange tokens: the megakernel (in a build for GPUs forward alone so far, for --generate and --evaluate), or all-to-all around grouped products"},
+    {RANKS, "workers", "N", MEMBER(moe.workers), 0, MANY, START, "mok: workers of a rank: threads, on a GPU thread blocks; 0: as many threads as compute elsewhere, on a GPU one block for each multiprocessor"},
     {RANKS, "comm-workers", "N", MEMBER(moe.comm_workers), 0, MANY, START, "mok: of these, workers that only move rows; 0: each one moves and multiplies"},
     {RANKS, "minibatch-rows", "N", MEMBER(moe.minibatch_rows), 0, MANY, START, "mok: rows of one phase, a multiple of 128; 0: chosen"},
     {RANKS, "ring-rows", "N", MEMBER(moe.ring_rows), 0, MANY, START, "mok: rows in memory at once, a multiple of 128 and of --minibatch-rows; 0: chosen"},
     {RANKS, "alltoall-chunks", "N", MEMBER(moe.alltoall_chunks), 1, MANY, START, "alltoall: pieces of a rank's experts whose exchanges overlap with computing; 1: no overlap"},
-    {RANKS, "expert-gemm", "cublaslt|own", MEMBER(moe.expert_gemm), 0, 0, START, "alltoall: what multiplies in the experts, cuBLASLt or this program's own code; a build for CPUs has only its own, one for GPUs only cublaslt"},
+    {RANKS, "expert-gemm", "cublaslt|own", MEMBER(moe.expert_gemm), 0, 0, START, "alltoall: what multiplies in the experts, cuBLASLt or this program's own code; a build for CPUs has only its own"},
     {RANKS, "route", "learned|balanced|W1|W2|W3|W4|W5|W6|W7", MEMBER(moe.route), 0, 0, FIXED, "learned: the router chooses; others force a load for benchmarks (W1 to W7 are uneven), and the model learns nothing sensible"},
     {RANKS, "trace", "FILE", MEMBER(trace), 0, 0, START, "write what every worker did when, for Perfetto or chrome://tracing, and print where the time of a step goes"},
     {RANKS, "timeout", "X", MEMBER(timeout), SMALL, MANY, START, "seconds that a rank waits for others before the job ends with an error"},
@@ -326,7 +326,7 @@ bool options_set_preset(struct options *o, const char *name) {
         .tokens_per_step = p->tokens_per_step,
         .steps = p->steps,
         .seed = 1337,
-        .moe = {.kind = mok_available() ? MOE_MOK : MOE_ALLTOALL,
+        .moe = {.kind = mok_available(MOK_BACKWARD) ? MOE_MOK : MOE_ALLTOALL,
                 .alltoall_chunks = 1,
                 .expert_gemm = grouped_matmul_available(GROUPED_CUBLASLT) ? GROUPED_CUBLASLT : GROUPED_OWN},
         .timeout = 300,
@@ -392,8 +392,12 @@ static void settle_batch(struct options *o, int ranks) {
 
 // What only another build has.
 static void check_build(const struct options *o) {
-    if (o->moe.kind == MOE_MOK && !mok_available())
+    bool mok = o->moe.kind == MOE_MOK, training = !o->generate && !o->evaluate && !o->plan && !o->device;
+    if (mok && !mok_available(MOK_FORWARD))
         fail_user("--moe", "found mok, which this build for GPUs does not have; use --moe alltoall");
+    if (mok && training && !mok_available(MOK_BACKWARD))
+        fail_user("--moe", "found mok in a training run, for which this build for GPUs has no backward pass yet; use "
+                           "--moe alltoall (mok is there for --generate and --evaluate)");
     if (grouped_matmul_available(o->moe.expert_gemm)) return;
     bool own = o->moe.expert_gemm == GROUPED_OWN;
     fail_user("--expert-gemm", "found %s, which this build for %s does not have; use --expert-gemm %s",
@@ -481,8 +485,9 @@ static void check_no_settings(const char *const values[], const char *mode, cons
     }
 }
 
-static const char *const beside_generate[] = {"from",      "prompt", "temperature", "logits",
-                                              "tokenizer", "seed",   "seq",         NULL};
+static const char *const beside_generate[] = {"from",           "prompt",    "temperature", "logits",  "tokenizer",
+                                              "seed",           "seq",       "moe",         "workers", "comm-workers",
+                                              "minibatch-rows", "ring-rows", "expert-gemm", NULL};
 static const char *const beside_evaluate[] = {"from",
                                               "data",
                                               "eval-data",
@@ -611,9 +616,8 @@ void options_parse(struct options *o, int argc, char **argv) {
     check_build(o);
     warn_of_idle_flags(&o->moe);
     if (o->generate) check_no_settings(values, "generate", beside_generate);
-    if (!o->evaluate) return;
-    check_no_settings(values, "evaluate", beside_evaluate);
-    check_layout(o);
+    if (o->evaluate) check_no_settings(values, "evaluate", beside_evaluate);
+    if (o->generate || o->evaluate) check_layout(o);
 }
 
 void options_settle(struct options *o, int ranks, int argc, char **argv) {

@@ -72,6 +72,7 @@ static struct activation_use use_of(const struct options *o, const struct parall
 // What grows with the micro-batch.
 static void count_batch(struct plan *plan, const struct options *o, const struct parallel *p, int batch) {
     const struct config *c = &o->model;
+    moe_check(c, &o->moe, p->ep, batch * o->seq);
     struct activation_table table;
     activations_tabulate(&table, c, use_of(o, p, batch));
     plan->activation_bytes = table.bytes;

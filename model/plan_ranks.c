@@ -1,9 +1,9 @@
 #include "model/plan_ranks.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "kernels/fail.h"
-#include "model/moe_alltoall.h"
 #include "model/moe_mok.h"
 #include "model/plan.h"
 #include "model/route.h"
@@ -17,33 +17,31 @@ static void *alloc(size_t count, size_t size) {
 
 // ---- routes ----
 
-// The routes of one EP group, in pieces like those that its ranks' symmetric memory would have.
+// How many routes of the tokens of each rank of an EP group go to each expert. What one layer does follows from that
+// alone: an expert's rows are those of rank 0's tokens, then those of rank 1's, and so on.
 struct routes {
     int ranks, experts, top_k;
-    char **base; // [ranks] the pieces
-    int *tokens; // [ranks]
-    size_t ids;  // where they lie in a piece: int32_t [tokens, K]
-    // Gates are all zero: no plan depends on them, and memory that nobody writes is not taken.
-    size_t gates; // accum [tokens, K]
+    int *tokens;  // [ranks]
+    int *rows;    // [experts, ranks]
+    int32_t *ids; // [tokens, K] of one rank at a time
 };
 
-static int32_t *ids_of(const struct routes *r, int rank) { return (int32_t *)(r->base[rank] + r->ids); }
+static int rows_of(const struct routes *r, int expert, int source) {
+    return r->rows[(size_t)expert * (size_t)r->ranks + (size_t)source];
+}
 
 static void routes_open(struct routes *r, const struct options *o, int ranks) {
     size_t most = (size_t)o->batch * (size_t)o->seq * (size_t)o->model.top_k;
     *r = (struct routes){.ranks = ranks, .experts = o->model.experts, .top_k = o->model.top_k};
-    r->base = alloc((size_t)ranks, sizeof *r->base);
     r->tokens = alloc((size_t)ranks, sizeof *r->tokens);
-    r->ids = o->moe.kind == MOE_MOK ? (mok_header_bytes(ranks) + 63) / 64 * 64 : 0;
-    r->gates = r->ids + (most * sizeof(int32_t) + 63) / 64 * 64;
-    size_t piece = r->gates + (most * sizeof(accum) + 63) / 64 * 64;
-    for (int rank = 0; rank < ranks; rank++) r->base[rank] = alloc(piece, 1);
+    r->rows = alloc((size_t)r->experts * (size_t)ranks, sizeof *r->rows);
+    r->ids = alloc(most, sizeof *r->ids);
 }
 
 static void routes_close(struct routes *r) {
-    for (int rank = 0; rank < r->ranks; rank++) free(r->base[rank]);
-    free(r->base);
     free(r->tokens);
+    free(r->rows);
+    free(r->ids);
 }
 
 static int64_t sequences_per_step(const struct options *o, const struct parallel *p) {
@@ -51,126 +49,144 @@ static int64_t sequences_per_step(const struct options *o, const struct parallel
 }
 
 // Those of the group's first micro-batch in its first layer with experts; of W7 in the first step that is a burst.
-static void routes_fill(struct routes *r, const struct options *o, const struct parallel *p, enum moe_route route,
-                        int group) {
+static void routes_count(struct routes *r, const struct options *o, const struct parallel *p, enum moe_route route,
+                         int group) {
     struct route_place place = {o->seed, route == ROUTE_W7 ? ROUTE_BURST - 1 : 0, o->model.dense_layers};
+    memset(r->rows, 0, sizeof *r->rows * (size_t)r->experts * (size_t)r->ranks);
     for (int rank = 0; rank < r->ranks; rank++) {
         struct parallel there = {.rank = group * r->ranks + rank, .ranks = p->ranks};
         struct share share = share_of(sequences_per_step(o, p), &there, o->batch);
         r->tokens[rank] = share_round(&share, 0, o->batch) * o->seq;
-        route_fill(ids_of(r, rank), route, place, share.first * o->seq, r->tokens[rank], r->experts, r->top_k);
+        route_fill(r->ids, route, place, share.first * o->seq, r->tokens[rank], r->experts, r->top_k);
+        for (size_t slot = 0; slot < (size_t)r->tokens[rank] * (size_t)r->top_k; slot++)
+            if (r->ids[slot] >= 0) r->rows[(size_t)r->ids[slot] * (size_t)r->ranks + (size_t)rank]++;
     }
 }
 
 // ---- loads ----
 
-static void count_rank(struct rank_load *load, const struct routes *r, int rank) {
+// What both layers move, in loads [ranks].
+static void count_rows(struct rank_load *loads, const struct routes *r, int rank) {
+    struct rank_load *mine = &loads[rank];
     int first = parallel_first_expert(r->experts, r->ranks, rank);
-    load->experts = parallel_first_expert(r->experts, r->ranks, rank + 1) - first;
-    load->tokens = r->tokens[rank];
+    int end = parallel_first_expert(r->experts, r->ranks, rank + 1);
+    mine->experts = end - first;
+    mine->tokens = r->tokens[rank];
+    for (int e = first; e < end; e++)
+        for (int source = 0; source < r->ranks; source++) {
+            int rows = rows_of(r, e, source);
+            mine->rows += rows;
+            if (source == rank) continue;
+            mine->from_others += rows;
+            loads[source].to_others += rows;
+        }
 }
 
-// Of the plan of one rank: its own load, and what it takes from the others in loads [ranks].
-static void count_plan(struct rank_load *loads, const struct mok_shape *s, const struct mok_plan *p,
-                       enum recompute recompute) {
-    struct rank_load *mine = &loads[p->rank];
-    for (int e = 0; e < p->experts; e++) mine->rows += p->expert_rows[e];
-    mine->padding = (int64_t)p->blocks * MOK_BLOCK_ROWS - mine->rows;
-    mine->macrobatches = mok_macrobatches(s, p);
-    mine->tasks_forward = mok_task_total(s, p, MOK_FORWARD);
-    mine->tasks_backward = mok_task_total(s, p, MOK_BACKWARD);
-    if (recompute == RECOMPUTE_BLOCK) mine->tasks_backward += mine->tasks_forward;
-    for (int block = 0; block < p->blocks; block++) {
-        bool replayed = mok_is_replayed(s, mok_macrobatch_of(s, block));
-        const struct mok_row *row = p->rows + (size_t)block * MOK_BLOCK_ROWS;
-        for (int i = 0; i < MOK_BLOCK_ROWS; i++) {
-            if (row[i].source < 0 || row[i].source == p->rank) continue;
-            struct rank_load *theirs = &loads[row[i].source];
-            mine->from_others++;
-            theirs->to_others++;
-            mine->replayed_from_others += replayed;
-            theirs->replayed_to_others += replayed;
+// Numbers that a rank shows to all others: the ids of its routes, or how many rows it has for each expert.
+static void count_shown(struct rank_load *loads, const struct routes *r, bool mok) {
+    int64_t all = 0;
+    for (int rank = 0; rank < r->ranks; rank++) {
+        loads[rank].shown = mok ? (int64_t)r->tokens[rank] * r->top_k : r->experts;
+        all += loads[rank].shown;
+    }
+    for (int rank = 0; rank < r->ranks; rank++) loads[rank].seen = all - loads[rank].shown;
+}
+
+// ---- loads: the megakernel's plan ----
+
+// The part of a rank's plan that its tasks follow from, in arrays of the host: --plan has no GPU.
+static void plan_open(struct mok_plan *p, const struct mok_shape *s) {
+    size_t experts = (size_t)mok_most_experts(s);
+    *p = (struct mok_plan){.expert_block = alloc(experts + 1, sizeof *p->expert_block),
+                           .expert_rows = alloc(experts, sizeof *p->expert_rows),
+                           .block_expert = alloc(mok_capacity_blocks(s), sizeof *p->block_expert)};
+}
+
+static void plan_close(struct mok_plan *p) {
+    free(p->expert_block);
+    free(p->expert_rows);
+    free(p->block_expert);
+}
+
+static void plan_fill(struct mok_plan *p, const struct mok_shape *s, const struct routes *r, int rank) {
+    p->rank = rank;
+    p->experts = mok_local_experts(s, rank);
+    p->tokens = r->tokens[rank];
+    p->blocks = 0;
+    for (int e = 0; e < p->experts; e++) {
+        p->expert_block[e] = p->blocks;
+        p->expert_rows[e] = 0;
+        for (int source = 0; source < r->ranks; source++)
+            p->expert_rows[e] += rows_of(r, mok_first_expert(s, rank) + e, source);
+        int end = p->blocks + mok_ceil(p->expert_rows[e], MOK_BLOCK_ROWS);
+        while (p->blocks < end) p->block_expert[p->blocks++] = e;
+    }
+    p->expert_block[p->experts] = p->blocks;
+}
+
+// Rows of other ranks that are not in the ring any more when backward begins.
+static void count_replayed(struct rank_load *loads, const struct mok_shape *s, const struct mok_plan *p,
+                           const struct routes *r) {
+    int64_t kept = mok_is_replayed(s, 0) ? 0 : s->ring_rows;
+    for (int e = 0; e < p->experts; e++) {
+        int64_t row = (int64_t)p->expert_block[e] * MOK_BLOCK_ROWS;
+        for (int source = 0; source < r->ranks; source++) {
+            int64_t first = row, end = row + rows_of(r, mok_first_expert(s, p->rank) + e, source);
+            row = end;
+            if (first < kept) first = kept;
+            if (source == p->rank || first >= end) continue;
+            loads[p->rank].replayed_from_others += end - first;
+            loads[source].replayed_to_others += end - first;
         }
     }
 }
 
-// What ranks show each other: shown is set, seen follows.
-static void count_shown(struct rank_load *loads, int ranks) {
-    int64_t all = 0;
-    for (int rank = 0; rank < ranks; rank++) all += loads[rank].shown;
-    for (int rank = 0; rank < ranks; rank++) loads[rank].seen = all - loads[rank].shown;
-}
-
-// Every rank reads all ids, and makes its plan.
 static void plan_mok(struct rank_load *loads, const struct routes *r, const struct mok_shape *s,
                      enum recompute recompute) {
     struct mok_plan plan;
-    mok_plan_alloc(&plan, s);
+    plan_open(&plan, s);
     for (int rank = 0; rank < r->ranks; rank++) {
-        struct mok_group group = {.rank = rank, .ranks = r->ranks, .base = r->base};
-        mok_set_tokens(&group, r->tokens[rank]);
-        loads[rank].shown = (int64_t)r->tokens[rank] * r->top_k;
+        struct rank_load *mine = &loads[rank];
+        plan_fill(&plan, s, r, rank);
+        mine->padding = (int64_t)plan.blocks * MOK_BLOCK_ROWS - mine->rows;
+        mine->macrobatches = mok_macrobatches(s, &plan);
+        mine->tasks_forward = mok_task_total(s, &plan, MOK_FORWARD);
+        mine->tasks_backward = mok_task_total(s, &plan, MOK_BACKWARD);
+        if (recompute == RECOMPUTE_BLOCK) mine->tasks_backward += mine->tasks_forward;
+        count_replayed(loads, s, &plan, r);
     }
-    for (int rank = 0; rank < r->ranks; rank++) {
-        struct mok_group group = {.rank = rank, .ranks = r->ranks, .base = r->base};
-        mok_plan_make(&plan, s, &group, ids_of(r, rank), (const accum *)(r->base[rank] + r->gates));
-        count_plan(loads, s, &plan, recompute);
-    }
-    mok_plan_free(&plan);
-    count_shown(loads, r->ranks);
+    plan_close(&plan);
 }
 
-// Every rank tells all others how many rows it has for each expert, and sends them.
-static void plan_alltoall(struct rank_load *loads, const struct routes *r) {
-    int *owners = alloc((size_t)r->experts, sizeof *owners);
-    for (int rank = 0; rank < r->ranks; rank++)
-        for (int e = parallel_first_expert(r->experts, r->ranks, rank);
-             e < parallel_first_expert(r->experts, r->ranks, rank + 1); e++)
-            owners[e] = rank;
-    for (int rank = 0; rank < r->ranks; rank++) {
-        const int32_t *ids = ids_of(r, rank);
-        loads[rank].shown = r->experts;
-        for (size_t slot = 0; slot < (size_t)r->tokens[rank] * (size_t)r->top_k; slot++) {
-            if (ids[slot] < 0) continue;
-            int owner = owners[ids[slot]];
-            loads[owner].rows++;
-            loads[owner].from_others += owner != rank;
-            loads[rank].to_others += owner != rank;
-        }
-    }
-    free(owners);
-    count_shown(loads, r->ranks);
-}
+// ---- all loads ----
 
 static struct mok_shape shape_of(const struct options *o, const struct parallel *p) {
     return moe_mok_shape(&o->model, p->ep, o->batch * o->seq, &o->moe);
 }
 
-// Groups whose routes can be looked at in some seconds. In the megakernel every rank looks at those of its whole group.
+// Groups whose routes can be looked at in some seconds.
 static int count_groups(const struct options *o, const struct parallel *p) {
     const double most = 5e8;
-    double routes = (double)o->batch * o->seq * o->model.top_k * p->ep * (o->moe.kind == MOE_MOK ? p->ep : 1);
-    double groups = most / routes;
+    double groups = most / ((double)o->batch * o->seq * o->model.top_k * p->ep);
     return groups < 1 ? 1 : groups < p->dp ? (int)groups : p->dp;
 }
 
 void plan_ranks_make(struct plan_ranks *plan, const struct options *o, const struct parallel *parallel) {
     int ep = parallel->ep, groups = count_groups(o, parallel);
     enum moe_route route = o->moe.route == ROUTE_LEARNED ? ROUTE_BALANCED : o->moe.route;
+    bool mok = o->moe.kind == MOE_MOK;
     struct mok_shape shape = {0};
     struct routes routes;
-    if (o->moe.kind == MOE_MOK) shape = shape_of(o, parallel);
+    if (mok) shape = shape_of(o, parallel);
     *plan = (struct plan_ranks){.route = route, .groups = groups, .ranks = groups * ep};
     plan->loads = alloc((size_t)plan->ranks, sizeof *plan->loads);
     routes_open(&routes, o, ep);
     for (int group = 0; group < groups; group++) {
         struct rank_load *loads = plan->loads + (size_t)group * (size_t)ep;
-        routes_fill(&routes, o, parallel, route, group);
-        for (int rank = 0; rank < ep; rank++) count_rank(&loads[rank], &routes, rank);
-        if (o->moe.kind == MOE_MOK)
-            plan_mok(loads, &routes, &shape, o->moe.recompute);
-        else
-            plan_alltoall(loads, &routes);
+        routes_count(&routes, o, parallel, route, group);
+        for (int rank = 0; rank < ep; rank++) count_rows(loads, &routes, rank);
+        count_shown(loads, &routes, mok);
+        if (mok) plan_mok(loads, &routes, &shape, o->moe.recompute);
     }
     routes_close(&routes);
 }

@@ -1,5 +1,5 @@
-// What the experts of one layer do on every rank, for one micro-batch: rows, tasks, and what goes over the links. The plans
-// of the megakernel are really made, one rank after the other; nothing is multiplied, and no rank but this one is needed.
+// What the experts of one layer do on every rank, for one micro-batch: rows, tasks, and what goes over the links,
+// counted from the routes. Nothing is multiplied, and neither a GPU nor any rank but this one is needed.
 #ifndef MOK_MODEL_PLAN_RANKS_H
 #define MOK_MODEL_PLAN_RANKS_H
 

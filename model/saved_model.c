@@ -5,7 +5,7 @@
 #include "data/files.h"
 #include "kernels/fail.h"
 #include "model/checkpoint.h"
-#include "model/moe_mok.h"
+#include "model/moe.h"
 
 // Tokens that the model is shown at once.
 static int context_of(const struct options *o, const struct config *c, const char *folder) {
@@ -35,7 +35,7 @@ static void check_layers(const struct config *c, const struct options *o, int ep
     if ((int64_t)batch * seq > most)
         fail_user("--batch", "found %d with --seq %d, wanted a product of at most %d tokens; lower --batch", batch, seq,
                   most);
-    if (model_moe_blocks(c) && o->moe.kind == MOE_MOK) moe_mok_shape(c, ep, batch * seq, &o->moe);
+    moe_check(c, &o->moe, ep, batch * seq);
 }
 
 void saved_model_open(struct model *m, const struct options *o, const struct parallel *parallel, int batch,

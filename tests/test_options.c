@@ -94,7 +94,9 @@ static void refused_command_lines_name_flag_found_and_wanted(void **state) {
         {"--generate 10", {"--generate", "--from"}},
         {"--override", {"--override: found without --resume"}},
         {"--resume --plan", {"--plan: found beside --resume"}},
-        {"--generate 10 --from x --data y", {"--data: found beside --generate", "--tokenizer"}},
+        {"--generate 10 --from x --data y", {"--data: found beside --generate", "--tokenizer", "--moe"}},
+        {"--generate 10 --from x --route W1", {"--route: found beside --generate"}},
+        {"--generate 10 --from x --ring-rows 100", {"--ring-rows: found 100", "multiple of 128"}},
         {"--evaluate", {"--evaluate: found without --from"}},
         {"--evaluate --from x --lr 1", {"--lr: found beside --evaluate", "--eval-choices"}},
         {"--evaluate --from x --ring-rows 100", {"--ring-rows: found 100", "multiple of 128"}},
@@ -221,6 +223,10 @@ static void layout_flags_arrive(void **state) {
     assert_int_equal(o.moe.recompute, RECOMPUTE_MOE);
     parse(&o, "--recompute=block");
     assert_int_equal(o.moe.recompute, RECOMPUTE_BLOCK);
+    parse(&o, "--generate 3 --from x --moe mok --workers 4 --comm-workers 1 --minibatch-rows 128 --ring-rows 256 "
+              "--expert-gemm own");
+    assert_true(o.generate == 3 && o.moe.kind == MOE_MOK && o.moe.workers == 4 && o.moe.comm_workers == 1 &&
+                o.moe.minibatch_rows == 128 && o.moe.ring_rows == 256 && o.moe.expert_gemm == GROUPED_OWN);
 }
 
 static void forced_routing_warns(void **state) {

@@ -1,5 +1,6 @@
 // What the experts of every rank do, planned in one process: against counting by hand, between layouts, and for a rack.
 #include "tests/child.h"
+#include "tests/mok_plans.h"
 
 #include <stdbool.h>
 
@@ -198,7 +199,80 @@ static void check_sums(const struct options *o, const struct parallel *p) {
     plan_ranks_free(&plan);
 }
 
-// The two layers count in different ways: one from the plans, one from the routes.
+// What the megakernel's plan of one rank says, row by row.
+static void count_plan(struct rank_load *loads, const struct mok_shape *s, const struct mok_plan *p) {
+    struct rank_load *mine = &loads[p->rank];
+    for (int e = 0; e < p->experts; e++) mine->rows += p->expert_rows[e];
+    mine->padding = (int64_t)p->blocks * MOK_BLOCK_ROWS - mine->rows;
+    mine->macrobatches = mok_macrobatches(s, p);
+    mine->tasks_forward = mok_task_total(s, p, MOK_FORWARD);
+    mine->tasks_backward = mok_task_total(s, p, MOK_BACKWARD);
+    for (int row = 0; row < p->blocks * MOK_BLOCK_ROWS; row++) {
+        int source = p->rows[row].source;
+        if (source < 0 || source == p->rank) continue;
+        bool replayed = mok_is_replayed(s, mok_macrobatch_of(s, row / MOK_BLOCK_ROWS));
+        mine->from_others++;
+        loads[source].to_others++;
+        mine->replayed_from_others += replayed;
+        loads[source].replayed_to_others += replayed;
+    }
+}
+
+// One EP group's plans, really made.
+static void make_plans(struct rank_load *loads, const struct options *o, const struct parallel *p) {
+    struct mok_shape s = moe_mok_shape(&o->model, p->ep, o->batch * o->seq, &o->moe);
+    struct route_place place = {o->seed, o->moe.route == ROUTE_W7 ? ROUTE_BURST - 1 : 0, o->model.dense_layers};
+    struct plans w;
+    plans_open(&w, &s);
+    for (int rank = 0; rank < p->ep; rank++) {
+        struct parallel there = {.rank = rank, .ranks = p->ranks};
+        struct share share = share_of((int64_t)o->batch * p->ranks, &there, o->batch);
+        w.tokens[rank] = share_round(&share, 0, o->batch) * o->seq;
+        route_fill(w.ids[rank], o->moe.route, place, share.first * o->seq, w.tokens[rank], s.experts, s.top_k);
+    }
+    plans_make(&w);
+    for (int rank = 0; rank < p->ep; rank++) count_plan(loads, &s, &w.plan[rank]);
+    plans_close(&w);
+}
+
+static void check_made_plans_agree(const struct options *o, const struct parallel *p) {
+    struct rank_load *made = calloc((size_t)p->ep, sizeof *made);
+    struct plan_ranks plan;
+    make_plans(made, o, p);
+    plan_ranks_make(&plan, o, p);
+    for (int rank = 0; rank < p->ep; rank++) {
+        const struct rank_load *l = &plan.loads[rank], *wanted = &made[rank];
+        assert_int_equal(l->rows, wanted->rows);
+        assert_int_equal(l->padding, wanted->padding);
+        assert_int_equal(l->macrobatches, wanted->macrobatches);
+        assert_int_equal(l->tasks_forward, wanted->tasks_forward);
+        assert_int_equal(l->tasks_backward, wanted->tasks_backward);
+        assert_int_equal(l->from_others, wanted->from_others);
+        assert_int_equal(l->to_others, wanted->to_others);
+        assert_int_equal(l->replayed_from_others, wanted->replayed_from_others);
+        assert_int_equal(l->replayed_to_others, wanted->replayed_to_others);
+    }
+    plan_ranks_free(&plan);
+    free(made);
+}
+
+static void loads_are_those_of_plans_that_are_made(void **state) {
+    (void)state;
+    const int ranks[] = {1, 2, 3, 6, 13};
+    struct options o = unit(13, 3, 300);
+    o.batch = 2;
+    o.moe.minibatch_rows = 128;
+    for (int route = ROUTE_BALANCED; route <= ROUTE_W7; route++)
+        for (size_t i = 0; i < sizeof ranks / sizeof *ranks; i++)
+            for (int ring_rows = 0; ring_rows <= 256; ring_rows += 128) {
+                struct parallel p = parallel_suppose(ranks[i], ranks[i], 13);
+                o.moe.route = route;
+                o.moe.ring_rows = ring_rows;
+                o.moe.recompute = ring_rows == 128 && i % 2 ? RECOMPUTE_MOE : RECOMPUTE_NONE;
+                check_made_plans_agree(&o, &p);
+            }
+}
+
 static void check_both_layers_agree(struct options o, const struct parallel *p) {
     struct plan_ranks mok, alltoall;
     o.moe.kind = MOE_MOK;
@@ -476,6 +550,7 @@ int main(void) {
         cmocka_unit_test(a_small_case_is_as_counted_by_hand),
         cmocka_unit_test(replayed_rows_are_those_outside_the_first_ring),
         cmocka_unit_test(link_bytes_are_printed_per_rank_and_layer),
+        cmocka_unit_test(loads_are_those_of_plans_that_are_made),
         cmocka_unit_test(sums_over_the_ranks_are_those_of_the_routes),
         cmocka_unit_test(ranks_without_tokens_have_rows),
         cmocka_unit_test(a_rack_is_planned_in_one_process),

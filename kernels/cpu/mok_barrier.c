@@ -9,7 +9,7 @@
 
 size_t mok_header_bytes(int ranks) { return sizeof(struct mok_header) + (size_t)ranks * sizeof(struct mok_arrival); }
 
-void mok_set_tokens(struct mok_group *g, int tokens) { mok_header_of(g, g->rank)->tokens = tokens; }
+void mok_set_tokens(struct mok_group *g, int tokens) { mok_header_of(g, g->rank)->tokens = g->tokens = tokens; }
 
 static uint64_t arrived(const struct mok_group *g, int rank) {
     return __atomic_load_n(&mok_header_of(g, g->rank)->arrivals[rank].epoch, __ATOMIC_ACQUIRE);

@@ -3,10 +3,12 @@
 // All ranks' routes are cut into tiles of tokens. A tile's routes to one expert stand together, tile behind tile in the
 // order of ranks and tokens; so the first row of every (tile, expert) follows from sums of counts, and tiles can be counted
 // and placed at the same time by anybody.
+#include <stdlib.h>
 #include <string.h>
 
 #include "kernels/cpu/mok_header.h"
 #include "kernels/cpu/scratch.h"
+#include "kernels/fail.h"
 #include "kernels/kernels.h"
 #include "kernels/mok.h"
 #include "kernels/operation.h"
@@ -40,6 +42,14 @@ void mok_plan_alloc(struct mok_plan *p, const struct mok_shape *s) {
 void mok_plan_free(struct mok_plan *p) {
     device_free(p->rows);
     *p = (struct mok_plan){0};
+}
+
+void mok_plan_read(struct mok_plan *host, const struct mok_plan *p, const struct mok_shape *s) {
+    char *copy = malloc(mok_plan_bytes(s));
+    if (!copy) fail_internal("megakernel", "found no host memory for a plan of %zu bytes", mok_plan_bytes(s));
+    memcpy(copy, p->rows, mok_plan_bytes(s));
+    *host = *p;
+    lay_out(host, s, copy);
 }
 
 // A tile of one rank's tokens.

@@ -1,4 +1,5 @@
 // The persistent workers of one pass: threads that take tickets, wait for counters, and raise them.
+#include <limits.h>
 #include <omp.h>
 #include <stdio.h>
 #include <string.h>
@@ -265,6 +266,16 @@ static void work(void *argument, int number) {
 
 int mok_default_workers(void) { return omp_get_max_threads(); }
 
+// More than any machine has cores: a minibatch for so many still has an int's rows.
+int mok_most_workers(void) { return 1 << 16; }
+
+int mok_traced_workers(int workers) { return workers; }
+
+int mok_default_move_rows(int hidden) {
+    (void)hidden;
+    return 32;
+}
+
 void mok_crew_open(struct mok_crew *c) {
     if (c->workers < 1 || c->comm_workers >= c->workers)
         fail_internal("megakernel", "found %d workers, %d of them only moving rows; wanted one more than those",
@@ -274,7 +285,16 @@ void mok_crew_open(struct mok_crew *c) {
 
 void mok_crew_close(struct mok_crew *c) { pool_close(c->pool); }
 
-bool mok_available(void) { return true; }
+bool mok_available(enum mok_pass pass) {
+    (void)pass;
+    return true;
+}
+
+int mok_column_unit(void) { return 1; }
+
+int mok_most_ranks(void) { return INT_MAX; }
+
+bool mok_keeps_out(void) { return true; }
 
 void mok_run(const struct mok_shape *s, const struct mok_plan *p, const struct mok_group *g,
              const struct mok_layer *layer, const struct mok_workspace *w, const struct mok_crew *crew,
