@@ -53,7 +53,7 @@ static __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t p
     if (barrier_try(barrier, phase)) return;
     unsigned begin = wait_ticks();
     while (!barrier_try(barrier, phase)) {
-        if (wait_ticks() - begin <= LOST_AFTER_TICKS) continue;
+        if (wait_ticks() - begin <= lost_after_ticks(what)) continue;
         lost_wait_end(record, what, phase);
         break;
     }
@@ -70,12 +70,12 @@ template <int STAGES> struct ring_place {
     }
 };
 
-// Barriers of a ring: full[stage], by whoever fills it, then empty[stage], by all who read it.
+// Barriers of a ring: full[stage], by all who fill it, then empty[stage], by all who read it.
 template <int STAGES> struct ring_barriers {
     uint64_t full[STAGES], empty[STAGES];
-    __device__ void init(int readers) {
+    __device__ void init(int readers, int fillers = 1) {
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(shared_address(&full[i]), 1);
+            barrier_init(shared_address(&full[i]), fillers);
             barrier_init(shared_address(&empty[i]), readers);
         }
     }
@@ -100,6 +100,13 @@ static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap *
                  : "memory");
 }
 
+static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap *map, int c0, int c1, uint32_t barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+                 "[%4];" ::"r"(to),
+                 "l"(map), "r"(c0), "r"(c1), "r"(barrier)
+                 : "memory");
+}
+
 // Before the first load by a map, so that it need not wait for the map.
 static __device__ __forceinline__ void tma_prefetch(const CUtensorMap *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -110,6 +117,48 @@ static __device__ __forceinline__ void bulk_load(uint32_t to, const void *from, 
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
+}
+
+// ---- copies out of shared memory: a thread's copies up to a commit are a group ----
+
+// A box, of which what lies outside of the tensor is left out.
+static __device__ __forceinline__ void tma_store(const CUtensorMap *map, int c0, int c1, uint32_t from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(c0),
+                 "r"(c1), "r"(from)
+                 : "memory");
+}
+static __device__ __forceinline__ void tma_store(const CUtensorMap *map, int c0, int c1, int c2, uint32_t from) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map), "r"(c0),
+                 "r"(c1), "r"(c2), "r"(from)
+                 : "memory");
+}
+// The same, added to what is there. Subnormal FP32 numbers may count as zeros.
+static __device__ __forceinline__ void tma_add(const CUtensorMap *map, int c0, int c1, int c2, uint32_t from) {
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
+        "r"(c0), "r"(c1), "r"(c2), "r"(from)
+        : "memory");
+}
+static __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until at most the GROUPS last groups still read shared memory.
+template <int GROUPS> static __device__ __forceinline__ void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(GROUPS) : "memory");
+}
+// Until all groups have been written.
+static __device__ __forceinline__ void bulk_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// ---- order between plain accesses and copies, and between threads of the whole GPU ----
+
+// Between plain accesses to shared memory and copies out of it, or products of factors in it.
+static __device__ __forceinline__ void copies_fence_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// The same for all memory.
+static __device__ __forceinline__ void copies_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// What was done before is seen by whoever finds the counter raised.
+static __device__ __forceinline__ void counter_raise(int32_t *counter) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
 // ---- accesses by 32-bit address ----
@@ -134,6 +183,13 @@ static __device__ __forceinline__ uint4 shared_load_uint4(uint32_t from) {
                  : "r"(from)
                  : "memory");
     return v;
+}
+
+static __device__ __forceinline__ void shared_store_float2(uint32_t to, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
+static __device__ __forceinline__ void shared_store_zeros(uint32_t to) { // 16 bytes
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
 }
 
 // Four 8x8 matrices of BF16: lane l gives the address of row l % 8 of matrix l / 8, and of each matrix columns
