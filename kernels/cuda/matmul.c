@@ -1,4 +1,4 @@
-// Matrix products of kernels.h by cuBLASLt.
+// Matrix products of kernels.h by cuBLASLt; grouped ones also by our own tiles.
 //
 // cuBLASLt's matrices are column-major, and a row-major matrix [rows, cols] read column-major is its transpose
 // [cols, rows] with the leading dimension cols. So each product is computed transposed, with the operands in the other
@@ -9,6 +9,7 @@
 //   tn   dw = a^T b    dw^T = b^T a                            A = b               B = a, transposed
 
 #include "kernels/cuda/cuda.h"
+#include "kernels/cuda/grouped.h"
 #include "kernels/cuda/matmul.h"
 
 struct product {
@@ -167,14 +168,30 @@ static void product_run_grouped(const struct product *all, const int *offsets, i
     if (spread) lanes_join();
 }
 
+static enum grouped_core core = GROUPED_CUBLASLT;
+
+bool grouped_matmul_available(enum grouped_core which) { return which == GROUPED_CUBLASLT || grouped_own_available(); }
+
+int grouped_matmul_unit(enum grouped_core which) { return which == GROUPED_OWN ? GROUPED_UNIT : 1; }
+
+void grouped_matmul_choose(enum grouped_core which) {
+    if (grouped_matmul_available(which)) core = which;
+}
+
 void grouped_matmul_nt(real *y, const real *x, const real *w, const int *offsets, int E, int N, int K) {
     OPERATION();
-    product_run_grouped(&(struct product){MATMUL_NT, 0, N, K, x, w, NULL, y}, offsets, E);
+    if (core == GROUPED_OWN)
+        grouped_own_nt(y, x, w, offsets, E, N, K);
+    else
+        product_run_grouped(&(struct product){MATMUL_NT, 0, N, K, x, w, NULL, y}, offsets, E);
 }
 
 void grouped_matmul_nn(real *y, const real *x, const real *w, const int *offsets, int E, int N, int K) {
     OPERATION();
-    product_run_grouped(&(struct product){MATMUL_NN, 0, N, K, x, w, NULL, y}, offsets, E);
+    if (core == GROUPED_OWN)
+        grouped_own_nn(y, x, w, offsets, E, N, K);
+    else
+        product_run_grouped(&(struct product){MATMUL_NN, 0, N, K, x, w, NULL, y}, offsets, E);
 }
 
 // Zeros in the matrices, of `size` elements, of the experts without rows.
@@ -190,5 +207,8 @@ static void clear_unused(accum *dw, const int *offsets, int E, size_t size) {
 void grouped_matmul_tn(accum *dw, const real *a, const real *b, const int *offsets, int E, int M, int N, bool add) {
     OPERATION();
     if (!add) clear_unused(dw, offsets, E, (size_t)M * (size_t)N);
-    product_run_grouped(&(struct product){MATMUL_TN, M, N, 0, a, b, add ? dw : NULL, dw}, offsets, E);
+    if (core == GROUPED_OWN)
+        grouped_own_tn(dw, a, b, offsets, E, M, N, add);
+    else
+        product_run_grouped(&(struct product){MATMUL_TN, M, N, 0, a, b, add ? dw : NULL, dw}, offsets, E);
 }

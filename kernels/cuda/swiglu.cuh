@@ -8,7 +8,11 @@
 // The fast exponential and reciprocal are right to 2^-20 for |g| < 10 and to 2^-17 for all others that leave a number
 // above zero: far below the rounding to BF16, 2^-9, of what is made of it.
 static __device__ __forceinline__ float swiglu_sigmoid(float g) {
-    return __fdividef(1.0f, __fadd_rn(1.0f, __expf(-g)));
+    const float minus_log2_e = -1.4426950408889634f;
+    float power, sigmoid;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(g, minus_log2_e)));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(__fadd_rn(1.0f, power)));
+    return sigmoid;
 }
 
 // hidden = weight * silu(g) * u

@@ -32,3 +32,30 @@ CUtensorMap tensor_map_heads(struct head_array a, int rows) {
                       (int)code, a.batch, a.length, a.heads, a.columns, a.row_stride, a.head_stride, a.sequence_stride);
     return map;
 }
+
+CUtensorMap tensor_map_matrix(const real *x, size_t rows, size_t columns, size_t row_stride) {
+    CUtensorMap map;
+    cuuint64_t sizes[2] = {columns, rows}, strides[1] = {row_stride * sizeof(real)};
+    cuuint32_t box[2] = {MATRIX_BOX, MATRIX_BOX}, steps[2] = {1, 1};
+    CUresult code = find_encode()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)x, sizes, strides, box, steps,
+                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (code != CUDA_SUCCESS)
+        fail_internal("tensor map", "cuTensorMapEncodeTiled gave code %d for %zu x %zu elements, rows %zu apart, at %p",
+                      (int)code, rows, columns, row_stride, (const void *)x);
+    return map;
+}
+
+CUtensorMap tensor_map_matrix_accum(accum *x, size_t count, size_t rows, size_t columns) {
+    CUtensorMap map;
+    cuuint64_t sizes[3] = {columns, rows, count},
+               strides[2] = {columns * sizeof(accum), rows * columns * sizeof(accum)};
+    cuuint32_t box[3] = {ACCUM_BOX_COLUMNS, MATRIX_BOX, 1}, steps[3] = {1, 1, 1};
+    CUresult code = find_encode()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 3, x, sizes, strides, box, steps,
+                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (code != CUDA_SUCCESS)
+        fail_internal("tensor map", "cuTensorMapEncodeTiled gave code %d for %zu x %zu x %zu sums at %p", (int)code,
+                      count, rows, columns, (void *)x);
+    return map;
+}

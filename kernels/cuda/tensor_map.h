@@ -21,6 +21,18 @@ struct head_array {
 // lies outside of the array is zero.
 CUtensorMap tensor_map_heads(struct head_array a, int rows);
 
+// A matrix of rows row_stride elements apart, a multiple of 8; x is at a multiple of 16 bytes. Boxes of 64 columns and
+// 64 rows, coordinates (column, row), each row in 128 swizzled bytes; outside of the matrix zeros are loaded and nothing is
+// stored.
+enum { MATRIX_BOX = 64 };
+CUtensorMap tensor_map_matrix(const real *x, size_t rows, size_t columns, size_t row_stride);
+
+// `count` matrices of sums, one after the other; columns is a multiple of 4, x at a multiple of 16 bytes. Boxes of 32
+// columns and 64 rows of one matrix, coordinates (column, row, matrix), each row in 128 swizzled bytes; nothing is stored
+// outside of a matrix.
+enum { ACCUM_BOX_COLUMNS = 32 };
+CUtensorMap tensor_map_matrix_accum(accum *x, size_t count, size_t rows, size_t columns);
+
 #ifdef __cplusplus
 }
 #endif

@@ -29,7 +29,7 @@ static constexpr bool WGMMA = false; // what is compiled for other GPUs has no s
 // TMA leaves them with a box of 64 columns. A tile begins at a multiple of 1024 bytes.
 //
 // Two ways to read one: with the product's inner dimension along the columns (of both factors of x y^T), step k of 16
-// columns WGMMA_COLUMN_STEP further inside of 64; or, for a second factor, along the rows, step k of 16 rows
+// columns WGMMA_COLUMN_STEP further inside of 64; or, where a product says so, along the rows, step k of 16 rows
 // WGMMA_ROW_STEP further. Descriptors are 64 bits, of which only the lower word differs: the address in units of 16
 // bytes, and above it, for the second way, the distance of groups of 64 columns.
 enum { CHUNK_COLUMNS = 64, CHUNK_ROW_BYTES = 2 * CHUNK_COLUMNS };
@@ -65,6 +65,9 @@ template <int N> static __device__ __forceinline__ void wgmma_read(float (&d)[N]
 
 // d [64, N] = (add ? d : 0) + a b^T of 16 columns, both by descriptor.
 template <int N> static __device__ void wgmma_columns(float (&d)[N / 2], uint32_t a, uint32_t b, int add);
+// d [64, 256] = (add ? d : 0) + a product of 16 terms, both factors by descriptor and each read in one of the two ways:
+// A_ROWS: a^T b..., B_ROWS: ...a b.
+template <bool A_ROWS, bool B_ROWS> static __device__ void wgmma_wide(float (&d)[128], uint32_t a, uint32_t b, int add);
 // d [64, N] = (add ? d : 0) + a b of 16 rows of b, by descriptor; a in registers.
 template <int N> static __device__ void wgmma_rows(float (&d)[N / 2], const uint32_t *a, uint32_t b, int add);
 
@@ -78,16 +81,20 @@ template <int N> static __device__ void wgmma_rows(float (&d)[N / 2], const uint
 #define WGMMA_NUMBERS_96                                                                                               \
     WGMMA_NUMBERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "    \
                      "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_NUMBERS_128                                                                                              \
+    WGMMA_NUMBERS_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "  \
+                     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define WGMMA_SUMS_8(i)                                                                                                \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]),        \
         "+f"(d[i + 7])
-#define WGMMA_SUMS_16 WGMMA_SUMS_8(0), WGMMA_SUMS_8(8)
-#define WGMMA_SUMS_32 WGMMA_SUMS_16, WGMMA_SUMS_8(16), WGMMA_SUMS_8(24)
-#define WGMMA_SUMS_40 WGMMA_SUMS_32, WGMMA_SUMS_8(32)
-#define WGMMA_SUMS_48 WGMMA_SUMS_40, WGMMA_SUMS_8(40)
-#define WGMMA_SUMS_64 WGMMA_SUMS_48, WGMMA_SUMS_8(48), WGMMA_SUMS_8(56)
-#define WGMMA_SUMS_96 WGMMA_SUMS_64, WGMMA_SUMS_8(64), WGMMA_SUMS_8(72), WGMMA_SUMS_8(80), WGMMA_SUMS_8(88)
+#define WGMMA_SUMS_16  WGMMA_SUMS_8(0), WGMMA_SUMS_8(8)
+#define WGMMA_SUMS_32  WGMMA_SUMS_16, WGMMA_SUMS_8(16), WGMMA_SUMS_8(24)
+#define WGMMA_SUMS_40  WGMMA_SUMS_32, WGMMA_SUMS_8(32)
+#define WGMMA_SUMS_48  WGMMA_SUMS_40, WGMMA_SUMS_8(40)
+#define WGMMA_SUMS_64  WGMMA_SUMS_48, WGMMA_SUMS_8(48), WGMMA_SUMS_8(56)
+#define WGMMA_SUMS_96  WGMMA_SUMS_64, WGMMA_SUMS_8(64), WGMMA_SUMS_8(72), WGMMA_SUMS_8(80), WGMMA_SUMS_8(88)
+#define WGMMA_SUMS_128 WGMMA_SUMS_96, WGMMA_SUMS_8(96), WGMMA_SUMS_8(104), WGMMA_SUMS_8(112), WGMMA_SUMS_8(120)
 
 // SUMS is N / 2; A, B and ADD are the numbers of the operands behind them.
 #define WGMMA_COLUMNS(N, SUMS, A, B, ADD)                                                                              \
@@ -111,6 +118,21 @@ template <int N> static __device__ void wgmma_rows(float (&d)[N / 2], const uint
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(wgmma_whole_descriptor(b)), "r"(add));          \
     }
 
+#define WGMMA_WIDE(A_ROWS, B_ROWS)                                                                                     \
+    template <>                                                                                                        \
+    __device__ __forceinline__ void wgmma_wide<A_ROWS, B_ROWS>(float(&d)[128], uint32_t a, uint32_t b, int add) {      \
+        asm volatile("{\n.reg .pred add;\n"                                                                            \
+                     "setp.ne.b32 add, %130, 0;\n"                                                                     \
+                     "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WGMMA_NUMBERS_128                       \
+                     "}, %128, %129, add, 1, 1, %131, %132;\n}"                                                        \
+                     : WGMMA_SUMS_128                                                                                  \
+                     : "l"(wgmma_whole_descriptor(a)), "l"(wgmma_whole_descriptor(b)), "r"(add), "n"(A_ROWS),          \
+                       "n"(B_ROWS));                                                                                   \
+    }
+
+WGMMA_WIDE(false, false)
+WGMMA_WIDE(false, true)
+WGMMA_WIDE(true, true)
 WGMMA_COLUMNS(64, 32, "%32", "%33", "%34")
 WGMMA_COLUMNS(128, 64, "%64", "%65", "%66")
 WGMMA_ROWS(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
