@@ -9,6 +9,7 @@
 #include "tests/configs.h"
 #include "tests/scene.h"
 
+#include "kernels/mok.h"
 #include "model/ffn.h"
 #include "model/model.h"
 #include "model/moe.h"
@@ -54,9 +55,9 @@ static struct config config_of(const struct model_case *k) {
 }
 
 // Weights with which attention and routing are far from uniform.
-static void open_model(struct model *m, const struct config *c, int batch, int seq, enum moe_route route) {
-    struct moe_settings moe = {.kind = MOE_ALLTOALL, .route = route, .alltoall_chunks = 1};
-    model_open(m, c, batch, seq, true, NULL, &moe);
+static void open_model(struct model *m, const struct config *c, int batch, int seq, bool training,
+                       const struct moe_settings *moe) {
+    model_open(m, c, batch, seq, training, NULL, moe);
     m->seed = 5;
     float *values = malloc(sizeof *values * params_largest(&m->params));
     for (int i = 0; i < m->params.count; i++) {
@@ -134,7 +135,7 @@ static void case_gradient(const struct model_case *k, enum moe_route route, cons
     if (!scene_begin("model gradient", 0, "%s, %s", k->name, route_name)) return;
     struct config c = config_of(k);
     struct model m;
-    open_model(&m, &c, k->batch, k->seq, route);
+    open_model(&m, &c, k->batch, k->seq, true, &(struct moe_settings){.kind = MOE_ALLTOALL, .route = route});
     int32_t *tokens = make_tokens(&c, k->batch, k->seq);
     struct batch batch = {tokens, k->batch, k->seq, 0};
     struct step_totals totals = {0};
@@ -154,12 +155,27 @@ static void case_learned(const struct model_case *k) {
     struct model m;
     // More tokens than for gradients, so that single ones that go elsewhere do not show.
     int batch_size = k->seq == 1 ? 1 : 8;
-    open_model(&m, &c, batch_size, k->seq, ROUTE_LEARNED);
+    open_model(&m, &c, batch_size, k->seq, true, &(struct moe_settings){.kind = MOE_ALLTOALL, .route = ROUTE_LEARNED});
     int32_t *tokens = make_tokens(&c, batch_size, k->seq);
     struct batch batch = {tokens, batch_size, k->seq, 0};
     struct step_totals totals = {0};
     model_add_totals(&totals, &c, batch);
     compare_losses(&m, model_evaluate(&m, batch), &totals, LEARNED_LOSS);
+    free(tokens);
+    model_close(&m);
+}
+
+// Layers that share the megakernel's memory, in a model that is not trained.
+static void case_megakernel(const struct model_case *k) {
+    if (!scene_begin("model loss mok", 0, "%s, balanced", k->name)) return;
+    struct config c = config_of(k);
+    struct model m;
+    open_model(&m, &c, k->batch, k->seq, false, &(struct moe_settings){.kind = MOE_MOK, .route = ROUTE_BALANCED});
+    int32_t *tokens = make_tokens(&c, k->batch, k->seq);
+    struct batch batch = {tokens, k->batch, k->seq, 0};
+    struct step_totals totals = {0};
+    model_add_totals(&totals, &c, batch);
+    compare_losses(&m, model_evaluate(&m, batch), &totals, LOSS);
     free(tokens);
     model_close(&m);
 }
@@ -199,24 +215,39 @@ static void compare_accum(const char *name, const accum *device, size_t n, size_
     free(values);
 }
 
-static void case_layer(const char *preset, int N, enum load load, bool shared) {
-    if (!scene_begin("moe layer", 0, "%s, %d tokens, %s, shared %d", preset, N, load_names[load], shared)) return;
+static struct config layer_config(const char *preset, bool shared) {
     struct config c = preset_find(preset)->model;
     if (c.vocab == 0) c.vocab = 64;
     if (!shared) c.shared_experts = 0;
-    struct model m;
-    open_model(&m, &c, 1, N > 0 ? N : 1, ROUTE_LEARNED);
-    int block = c.dense_layers, E = c.experts, K = c.top_k;
-    struct block_activations *a = &m.acts.blocks[block];
-    size_t n = (size_t)N, H = (size_t)c.hidden, slots = n * (size_t)K;
+    return c;
+}
+
+// Rows, residual and routes of the first layer with experts.
+static void put_layer(struct model *m, int N, enum load load) {
+    const struct config *c = &m->config;
+    struct block_activations *a = &m->acts.blocks[c->dense_layers];
+    size_t n = (size_t)N, H = (size_t)c->hidden, slots = n * (size_t)c->top_k;
     int32_t *ids = malloc(sizeof *ids * (slots + 1));
     float *gates = malloc(sizeof *gates * (slots + 1));
-    fill_load(ids, load, N, E, K);
+    fill_load(ids, load, N, c->experts, c->top_k);
     for (size_t i = 0; i < slots; i++) gates[i] = ids[i] < 0 ? 0 : (float)scene_uniform();
     device_copy_in(a->ids, ids, sizeof *ids * slots);
     device_accum_from_float(a->gates, gates, slots);
     put_normals(a->ffn_norm, n * H, 1);
     put_normals(a->middle, n * H, 1);
+    free(ids);
+    free(gates);
+}
+
+static void case_layer(const char *preset, int N, enum load load, bool shared) {
+    if (!scene_begin("moe layer", 0, "%s, %d tokens, %s, shared %d", preset, N, load_names[load], shared)) return;
+    struct config c = layer_config(preset, shared);
+    struct model m;
+    open_model(&m, &c, 1, N > 0 ? N : 1, true, &(struct moe_settings){.kind = MOE_ALLTOALL});
+    int block = c.dense_layers, E = c.experts;
+    struct block_activations *a = &m.acts.blocks[block];
+    size_t n = (size_t)N, H = (size_t)c.hidden, slots = n * (size_t)c.top_k;
+    put_layer(&m, N, load);
     put_normals(m.acts.dx, n * H, 1);
     moe_forward(&m, block, m.acts.output, a->middle, N);
     compare_real("y", m.acts.output, n * H, H, LAYER);
@@ -232,9 +263,48 @@ static void case_layer(const char *preset, int N, enum load load, bool shared) {
         compare_accum("shared W13", m.grads + w->shared_w13, 2 * S * H, H, LAYER);
         compare_accum("shared W2", m.grads + w->shared_w2, S * H, H, LAYER);
     }
-    free(ids);
-    free(gates);
     model_close(&m);
+}
+
+// The megakernel's forward pass, in a model that is trained and in one that is not, with the ring that is chosen and
+// with one of `ring_rows`, which has many macrobatches. A pass over fewer tokens in between changes nothing.
+static void case_layer_mok(const char *preset, int N, enum load load, bool shared, bool training, int ring_rows) {
+    if (!scene_begin("moe layer mok", 0, "%s, %d tokens, %s, shared %d, training %d, ring %d", preset, N,
+                     load_names[load], shared, training, ring_rows))
+        return;
+    struct config c = layer_config(preset, shared);
+    struct model m;
+    open_model(&m, &c, 1, N > 0 ? N : 1, training, &(struct moe_settings){.kind = MOE_MOK, .ring_rows = ring_rows});
+    int block = c.dense_layers;
+    const real *residual = m.acts.blocks[block].middle;
+    size_t n = (size_t)N, H = (size_t)c.hidden, bytes = sizeof(real) * n * H;
+    put_layer(&m, N, load);
+    moe_forward(&m, block, m.acts.output, residual, N);
+    compare_real("y", m.acts.output, n * H, H, LAYER);
+    if (!scene.recording) {
+        void *first = copy_out(m.acts.output, bytes);
+        moe_forward(&m, block, m.acts.output, residual, N / 2);
+        device_zero(m.acts.output, bytes);
+        moe_forward(&m, block, m.acts.output, residual, N);
+        void *again = copy_out(m.acts.output, bytes);
+        if (memcmp(first, again, bytes) != 0) scene_fail("y", "the second run gave other bytes");
+        free(first);
+        free(again);
+    }
+    model_close(&m);
+}
+
+// Where this build has it.
+static void run_layers_mok(void) {
+    static const char *const presets_of_layers[] = {"unit", "unit-12", "unit-128"};
+    if (!mok_available(MOK_FORWARD)) return;
+    for (int p = 0; p < 3; p++)
+        for (enum load load = 0; load < LOADS && !(scene.tiny && p > 0); load++) {
+            case_layer_mok(presets_of_layers[p], 97, load, load % 2 == 0, load % 2 == 1, 0);
+            if (!scene.small) case_layer_mok(presets_of_layers[p], 512, load, true, load % 2 == 0, MOK_BLOCK_ROWS);
+        }
+    case_layer_mok("tiny", 1, LOAD_EVEN, true, false, 0);
+    case_layer_mok("unit", 0, LOAD_EVEN, true, false, 0);
 }
 
 int main(int argc, char **argv) {
@@ -251,12 +321,14 @@ int main(int argc, char **argv) {
         }
     case_layer("tiny", 1, LOAD_EVEN, true);
     case_layer("unit", 0, LOAD_EVEN, true);
+    run_layers_mok();
     for (int i = 0; i < CASES; i++) {
         if (i > 0 && (scene.tiny || (scene.small && i % 4 != 0))) continue;
         case_gradient(&cases[i], ROUTE_BALANCED, "balanced");
         case_gradient(&cases[i], ROUTE_W2, "hot rank");
         case_gradient(&cases[i], ROUTE_W4, "ragged");
         case_learned(&cases[i]);
+        if (mok_available(MOK_FORWARD)) case_megakernel(&cases[i]);
     }
     int code = scene_finish();
     comm_stop();

@@ -109,26 +109,37 @@ static void case_matmul_tn(int M, int N, int K, bool add, int shift) {
     while (scene_run()) matmul_tn(dw, a, b, M, N, K, add);
 }
 
-// Rows of the experts of one grouped product.
-enum spread { SPREAD_RANDOM, SPREAD_ONE, SPREAD_NONE, SPREAD_FEW, SPREADS };
+// Rows of the experts of one grouped product. EDGES: around the height of tiles, whatever `rows` is.
+enum spread { SPREAD_RANDOM, SPREAD_ONE, SPREAD_NONE, SPREAD_FEW, SPREADS, SPREAD_EDGES = SPREADS };
+static const int edges[] = {64, 0, 128, 129, 0, 63, 1, 127, 65, 257, 0};
+enum { EDGE_ROWS = 64 + 128 + 129 + 63 + 1 + 127 + 65 + 257 };
 
 // offsets [E + 1], their first one `first`.
 static void fill_offsets(int *offsets, int E, int rows, int first, enum spread spread) {
     offsets[0] = first;
-    for (int e = 0; e < E; e++) offsets[e + 1] = 0;
-    for (int r = 0; r < rows && spread != SPREAD_NONE; r++) {
+    for (int e = 0; e < E; e++) offsets[e + 1] = spread == SPREAD_EDGES ? edges[e] : 0;
+    for (int r = 0; r < rows && spread < SPREADS && spread != SPREAD_NONE; r++) {
         int expert = spread == SPREAD_ONE ? E / 2 : scene_below(spread == SPREAD_FEW ? (E + 7) / 8 : E);
         offsets[expert + 1]++;
     }
     for (int e = 0; e < E; e++) offsets[e + 1] += offsets[e];
 }
 
-// Three rows more than the experts have, of which `first` come before theirs.
-static void case_grouped(int form, int E, int rows, int N, int K, enum spread spread, int first) {
-    static const char *const names[] = {"grouped_matmul_nt", "grouped_matmul_nn", "grouped_matmul_tn",
-                                        "grouped_matmul_tn"}; // the last one stores
-    if (!scene_begin(names[form], (double)rows * N * K, "E %d rows %d N %d K %d spread %d first %d%s", E, rows, N, K,
-                     spread, first, form == 3 ? " stored" : ""))
+enum { OWN_UNIT = 8 }; // widths that the own core takes are multiples of it
+
+// Three rows more than the experts have, of which `first` come before theirs. Which core a build has is its own matter:
+// all are recorded.
+static void case_grouped(enum grouped_core core, int form, int E, int rows, int N, int K, enum spread spread,
+                         int first) {
+    static const char *const names[][4] = {
+        {"grouped_matmul_nt", "grouped_matmul_nn", "grouped_matmul_tn", "grouped_matmul_tn"}, // the last one stores
+        {"grouped_matmul_nt own", "grouped_matmul_nn own", "grouped_matmul_tn own", "grouped_matmul_tn own"}};
+    if (core == GROUPED_OWN && (N % OWN_UNIT || K % OWN_UNIT)) return;
+    if (core == GROUPED_OWN && !scene.recording && !grouped_matmul_available(core)) return;
+    grouped_matmul_choose(core);
+    if (!scene_begin(names[core == GROUPED_OWN][form], (double)rows * N * K,
+                     "E %d rows %d N %d K %d spread %d first %d%s", E, rows, N, K, spread, first,
+                     form == 3 ? " stored" : ""))
         return;
     int *offsets = malloc(sizeof *offsets * (size_t)(E + 1));
     fill_offsets(offsets, E, rows, first, spread);
@@ -168,10 +179,20 @@ static void all_matmuls(void) {
                                      {1, 17, 24, 40},    {3, 14, 7, 5},      {3, 100, 64, 128},    {8, 300, 96, 72},
                                      {64, 1000, 32, 64}, {257, 900, 16, 24}, {2, 513, 130, 65},    {4, 0, 16, 16},
                                      {5, 40, 0, 16},     {5, 40, 16, 0},     {64, 8192, 256, 128}, {8, 4096, 512, 256}};
-    for (int c = 0; c < COUNT_OF(grouped); c++)
-        for (int spread = 0; spread < SPREADS; spread++)
+    static const int widths[][2] = {{8, 8}, {136, 264}, {264, 136}, {384, 520}, {520, 72}, {256, 1032}};
+    static const enum grouped_core cores[] = {GROUPED_CUBLASLT, GROUPED_OWN};
+    for (int i = 0; i < COUNT_OF(cores); i++) {
+        for (int c = 0; c < COUNT_OF(grouped); c++)
+            for (int spread = 0; spread < SPREADS; spread++)
+                for (int form = 0; form < 4; form++)
+                    case_grouped(cores[i], form, grouped[c][0], grouped[c][1], grouped[c][2], grouped[c][3], spread,
+                                 spread % 3);
+        for (int c = 0; c < COUNT_OF(widths); c++)
             for (int form = 0; form < 4; form++)
-                case_grouped(form, grouped[c][0], grouped[c][1], grouped[c][2], grouped[c][3], spread, spread % 3);
+                case_grouped(cores[i], form, COUNT_OF(edges), EDGE_ROWS, widths[c][0], widths[c][1], SPREAD_EDGES,
+                             c % 3);
+    }
+    grouped_matmul_choose(GROUPED_CUBLASLT);
 }
 
 // ---- embedding, norm, rotary position ----

@@ -1,13 +1,19 @@
 // Stands in for a GPU in tests of the tests: every operation of the CPU build, linked with --wrap, rounds its `real`
 // results to BF16 as the GPU's does. The sums inside are the CPU's, and what attention rounds inside stays as it is.
+// The megakernel is what a build for GPUs has of it: forward alone, of widths that its tiles can have.
 //
 // MOK_MISTAKE=NAME in the environment makes one mistake, which the comparison must find: a term is left out (router,
-// balance, residual, shared, rotation, gate, norm), a factor is wrong (target), or the program ends (end).
+// balance, residual, shared, rotation, gate, norm), a factor is wrong (target), or the program ends (end). Of the
+// megakernel: two rows change places (rows), a gate is forgotten (weight), a row's bits depend on where it is (place),
+// a column too many is written (behind), the plan's walk is another one (walk).
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/cpu/mok_tasks.h"
+#include "kernels/cpu/swiglu.h"
 #include "kernels/fail.h"
 #include "kernels/kernels.h"
+#include "kernels/mok.h"
 #include "tests/record.h"
 
 static bool mistake(const char *name) {
@@ -29,7 +35,15 @@ static int depth;
     void __real_##name(__VA_ARGS__);                                                                                   \
     void __wrap_##name(__VA_ARGS__);                                                                                   \
     void __wrap_##name(__VA_ARGS__)
+// The same for one that returns a value.
+#define WRAP_VALUE(type, name, ...)                                                                                    \
+    type __wrap_##name(__VA_ARGS__);                                                                                   \
+    type __wrap_##name(__VA_ARGS__)
 #define REAL(name, ...) (depth++, __real_##name(__VA_ARGS__), depth--)
+
+WRAP_VALUE(bool, mok_available, enum mok_pass pass) { return pass == MOK_FORWARD; }
+WRAP_VALUE(int, mok_column_unit, void) { return 8; }
+WRAP_VALUE(int, grouped_matmul_unit, enum grouped_core core) { return core == GROUPED_OWN ? 8 : 1; }
 
 WRAP(device_real_from_float, real *device, const float *host, size_t n) {
     REAL(device_real_from_float, device, host, n);
@@ -123,6 +137,78 @@ WRAP(moe_sum_slots, real *y, const real *slots, const int32_t *ids, const real *
     REAL(moe_sum_slots, y, slots, ids, mistake("shared") ? NULL : shared, residual, N, K, H);
     round_all(y, N, (size_t)H);
 }
+
+// ---- the megakernel's forward pass ----
+
+// What one tile of gate and up, with its hidden, or of a down projection wrote.
+struct written {
+    real *gate_up, *hidden, *out; // the first row of the block, all columns
+    int rows, I, H;
+    const struct mok_row *row; // NULL for the shared expert
+};
+
+static struct written written_by(const struct mok_job *j, struct mok_task task) {
+    struct written w = {.I = j->s->shared, .H = j->s->hidden};
+    size_t H = (size_t)w.H, first = (size_t)task.block * MOK_BLOCK_ROWS;
+    if (task.expert < 0) {
+        w.rows = mok_min(MOK_BLOCK_ROWS, j->p->tokens - (int)first);
+        w.gate_up = j->layer->shared_gate_up + first * 2 * (size_t)w.I;
+        w.hidden = j->w->shared_hidden + first * (size_t)w.I;
+        w.out = j->w->shared_out + first * H;
+        return w;
+    }
+    w.row = j->p->rows + first;
+    first = mok_ring_row(j->s, task.block);
+    w.I = j->s->intermediate;
+    w.rows = mok_block_rows(j->p, task.block);
+    w.gate_up = j->layer->gate_up + first * 2 * (size_t)w.I;
+    w.hidden = j->w->hidden + first * (size_t)w.I;
+    w.out = j->w->out + first * H;
+    return w;
+}
+
+// Gate and up are rounded before hidden is computed of them.
+static void round_gate_up(struct written w, int column) {
+    size_t I = (size_t)w.I, rows = (size_t)w.rows;
+    int columns = mok_min(MOK_GATE_UP_COLUMNS, w.I - column);
+    real *gate = w.gate_up + column, *hidden = w.hidden + column;
+    round_rows(gate, rows, (size_t)columns, 2 * I);
+    round_rows(gate + I, rows, (size_t)columns, 2 * I);
+    for (size_t i = 0; i < rows; i++)
+        swiglu_row_forward(hidden + i * I, gate + i * 2 * I, gate + i * 2 * I + I,
+                           w.row && !mistake("weight") ? w.row[i].gate : 1, columns);
+    round_rows(hidden, rows, (size_t)columns, I);
+}
+
+WRAP(mok_do_task, const struct mok_job *j, struct mok_task task) {
+    bool first = task.kind == MOK_TASK_GATE_UP || task.kind == MOK_TASK_SHARED_GATE_UP,
+         second = task.kind == MOK_TASK_DOWN || task.kind == MOK_TASK_SHARED_DOWN;
+    REAL(mok_do_task, j, task);
+    if (j->pass != MOK_FORWARD || (!first && !second)) return;
+    struct written w = written_by(j, task);
+    if (first) {
+        round_gate_up(w, task.tile * MOK_GATE_UP_COLUMNS);
+        if (mistake("rows") && w.row && w.rows > 1 && task.tile == 0)
+            memcpy(w.hidden, w.hidden + w.I, sizeof(real) * (size_t)mok_min(MOK_GATE_UP_COLUMNS, w.I));
+        return;
+    }
+    int column = task.tile * MOK_OUT_COLUMNS, columns = mok_min(MOK_OUT_COLUMNS, w.H - column);
+    round_rows(w.out + column, (size_t)w.rows, (size_t)columns, (size_t)w.H);
+    if (mistake("place") && w.row && mok_ring_row(j->s, task.block) == 2 * MOK_BLOCK_ROWS) w.out[column] *= 1.0078125f;
+    if (mistake("behind") && !w.row && column + columns == w.H) w.out[(size_t)w.rows * (size_t)w.H] = 0;
+}
+
+WRAP(mok_plan_make, struct mok_plan *p, const struct mok_shape *s, const struct mok_group *g, const int32_t *ids,
+     const accum *gates) {
+    REAL(mok_plan_make, p, s, g, ids, gates);
+    if (!mistake("walk") || p->blocks < 2 || mok_phase_blocks(s) < 2)
+        return; // in one phase, so that no wait is endless
+    int first = p->walk[0];
+    p->walk[0] = p->walk[1];
+    p->walk[1] = first;
+}
+
+// ---- loss and optimizer ----
 
 WRAP(cross_entropy, real *logits, accum *loss, const int32_t *targets, int rows, int V, bool want_gradient,
      double scale) {

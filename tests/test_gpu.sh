@@ -11,12 +11,23 @@ cpu=${MOK_CPU:-build/cpu}/train gpu=${MOK_GPU:-build/cuda}/train
 gpus=${MOK_GPUS-$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')}
 mpirun=${MPIRUN:-mpirun}
 [ "$gpus" = 0 ] && export OMP_NUM_THREADS=1
-echo "1..20"
+echo "1..28"
 
 # skip NAME REASON
 skip() {
     number=$((number + 1))
     echo "ok $number - $1 # SKIP $2"
+}
+
+# refused PATTERN COMMAND...: exit code 2 and one line that names what is wrong.
+refused() {
+    pattern=$1
+    shift
+    "$@" >"$scratch/refused" 2>&1
+    code=$?
+    grep 'mok: error' "$scratch/refused"
+    echo "exit code $code"
+    [ "$code" = 2 ] && grep 'mok: error' "$scratch/refused" | grep -q -e "$pattern"
 }
 
 # ---- runs ----
@@ -135,15 +146,19 @@ cpu_goes_on_from_the_gpu() {
     cut_run gpu gpu-cpu && train "$cpu" gpu-cpu --resume --moe alltoall && close_losses gpu gpu-cpu "$noise" 11
 }
 
+# same_evaluations: the two losses in $scratch/evaluated.
+same_evaluations() {
+    sed -n 's/.*| loss \([0-9.]*\) over.*/\1/p' "$scratch/evaluated" | awk -v limit="$noise" '
+        { print "loss " $1; loss[NR] = $1 }
+        END { d = (loss[2] - loss[1]) / loss[1]; exit !(NR == 2 && d <= limit && -d <= limit) }'
+}
+
 # Loss of the GPU's weights on held-out text, by both builds.
-evaluated() { sed -n 's/.*| loss \([0-9.]*\) over.*/1 \1/p' "$1"; }
 both_evaluate_alike() {
     for build in "$cpu" "$gpu"; do
         "$build" --evaluate --from "$scratch/gpu" --moe alltoall || return 1
     done >"$scratch/evaluated"
-    evaluated "$scratch/evaluated" | awk -v limit="$noise" '
-        { print "loss " $2; loss[NR] = $2 }
-        END { d = (loss[2] - loss[1]) / loss[1]; exit !(NR == 2 && d <= limit && -d <= limit) }'
+    same_evaluations
 }
 
 generates_the_same_text_again() {
@@ -163,7 +178,8 @@ memory_is_as_planned() {
     echo "${percent%% *}" | awk '{ exit !($1 >= 98 && $1 <= 102) }'
 }
 
-# lost_wait WHAT PATTERN: what gpu_lost_wait WHAT says about a wait inside a kernel that never ends.
+# lost_wait WHAT SECONDS PATTERN: what gpu_lost_wait WHAT says about a wait inside a kernel that never ends, and no
+# earlier than after so many seconds.
 lost_wait() {
     start=$(date +%s)
     # shellcheck disable=SC2086
@@ -172,15 +188,24 @@ lost_wait() {
     seconds=$(($(date +%s) - start))
     cat "$scratch/lost"
     echo "exit code $code after $seconds s"
-    [ "$code" = 1 ] && [ "$seconds" -gt 5 ] && [ "$seconds" -lt 30 ] && [ "$(grep -c 'mok: error' "$scratch/lost")" = 1 ] &&
-        grep -q '^ok: a wait that ends' "$scratch/lost" && ! grep -q 'failed' "$scratch/lost" && grep -q "$2" "$scratch/lost"
+    [ "$code" = 1 ] && [ "$seconds" -ge "$2" ] && [ "$seconds" -lt 30 ] && [ "$(grep -c 'mok: error' "$scratch/lost")" = 1 ] &&
+        grep -q '^ok: a wait that ends' "$scratch/lost" && ! grep -q 'failed' "$scratch/lost" && grep -q "$3" "$scratch/lost"
 }
 lost_wait_ends_the_job() {
-    lost_wait "" 'thread 33 of block 2 waited over 8 seconds inside a kernel for the rows that pass by'
+    lost_wait "" 6 'thread 33 of block 2 waited over 8 seconds inside a kernel for the rows that pass by'
+}
+lost_counter_ends_the_job() {
+    lost_wait counter 6 'of block 2 waited over 8 seconds inside a kernel for pulled groups of row block 5: found 3, wanted 16;' &&
+        grep -q '^ok: a counter that has got to 3$' "$scratch/lost"
+}
+missing_rank_at_a_barrier_ends_the_job() {
+    where='at a barrier, before the forward pass of layer 3, for rank 0 of the group (found it at barrier 6, wanted 7); '
+    lost_wait barrier 2 "rank 1 of its EP group waited 2 s $where" &&
+        grep -q '^ok: a barrier to which both came' "$scratch/lost"
 }
 lost_rows_of_attention_end_the_job() {
     # Who waits for those rows, or for who waits for them: the last to give up leaves its record.
-    lost_wait attention 'waited over 8 seconds inside a kernel for .* attention'
+    lost_wait attention 6 'waited over 8 seconds inside a kernel for .* attention'
 }
 
 check "the curve is that of the CPU" curve_is_that_of_the_cpu
@@ -196,6 +221,8 @@ check "text is generated again alike" generates_the_same_text_again
 if [ "$gpus" -ge 1 ]; then
     check "memory is used as planned" memory_is_as_planned
     check "a lost wait inside a kernel ends the job" lost_wait_ends_the_job
+    check "a lost wait for a counter ends the job" lost_counter_ends_the_job
+    check "a rank that misses a barrier inside a kernel ends the job" missing_rank_at_a_barrier_ends_the_job
     if "$gpu" --device 2>/dev/null | grep -q ', sm_90, '; then
         check "rows that attention never gets end the job" lost_rows_of_attention_end_the_job
     else
@@ -204,7 +231,71 @@ if [ "$gpus" -ge 1 ]; then
 else
     skip "memory is used as planned" "the build uses no GPU"
     skip "a lost wait inside a kernel ends the job" "the build uses no GPU"
+    skip "a lost wait for a counter ends the job" "the build uses no GPU"
+    skip "a rank that misses a barrier inside a kernel ends the job" "the build uses no GPU"
     skip "rows that attention never gets end the job" "the build uses no GPU"
+fi
+
+# ---- the megakernel and its products ----
+
+# Weights of the CPU, so that they are the same ones wherever this runs, and a prompt that they go on from without
+# doubt: of the first 12 tokens every one is ahead of all others by more than 1, a hundred times what rounding moves.
+taught="--preset unit $small --steps 400 --warmup 10 --lr 1e-2 --save-every 400 --tokens-per-step 256"
+goes_on() { "$@" --generate 12 --temperature 0 --prompt "Once upon a time" --from "$scratch/taught"; }
+
+# shellcheck disable=SC2086
+both_layers_generate_the_same_text() {
+    train "$cpu" taught $taught && goes_on "$cpu" --moe alltoall >"$scratch/text.cpu" || return 1
+    for layer in mok alltoall; do
+        goes_on "$gpu" --moe "$layer" >"$scratch/text.$layer" && diff "$scratch/text.cpu" "$scratch/text.$layer" || return 1
+    done
+    goes_on "$gpu" --moe mok --ring-rows 128 >"$scratch/text.ring" && diff "$scratch/text.mok" "$scratch/text.ring"
+}
+
+# evaluated_alike COMMAND...: the loss of those weights on held-out text by the megakernel in COMMAND, and by the
+# all-to-all layer in one process.
+evaluated_alike() {
+    "$gpu" --evaluate --from "$scratch/taught" --moe alltoall >"$scratch/evaluated" || return 1
+    "$@" --evaluate --from "$scratch/taught" --moe mok >>"$scratch/evaluated" || return 1
+    same_evaluations
+}
+both_layers_evaluate_alike() { evaluated_alike "$gpu"; }
+# shellcheck disable=SC2086
+two_ranks_evaluate_alike() { evaluated_alike $mpirun -n 2 "$gpu"; }
+
+# shellcheck disable=SC2086
+own_products_have_the_curve_of_the_library() {
+    train "$gpu" own $unit --expert-gemm own && close_losses gpu own "$noise"
+}
+
+training_with_the_megakernel_is_refused() {
+    refused 'no backward pass yet.*--moe alltoall' "$gpu" --out "$scratch/trained" --preset unit --moe mok
+}
+
+# --plan looks at sizes as a run does.
+sizes_that_it_cannot_have_are_refused() {
+    refused '--expert-intermediate: found 20, wanted a multiple of 8 .*16 or 24' \
+        "$gpu" --plan --preset unit --moe mok --expert-intermediate 20 &&
+        refused '--hidden: found 12, wanted a multiple of 8 with --expert-gemm own' \
+            "$gpu" --plan --preset unit --moe alltoall --expert-gemm own --hidden 12 &&
+        refused '--workers: found 100000, wanted at most [0-9]* (of a GPU, its multiprocessors)' \
+            "$gpu" --plan --preset unit --moe mok --workers 100000
+}
+
+if [ "$gpus" = 0 ] || "$gpu" --device 2>/dev/null | grep -q ', sm_90, '; then
+    megakernel=yes
+    check "both layers generate the same text" both_layers_generate_the_same_text
+    check "both layers evaluate alike" both_layers_evaluate_alike
+    check "own products have the curve of the library's" own_products_have_the_curve_of_the_library
+    check "training with the megakernel is refused" training_with_the_megakernel_is_refused
+    check "sizes that the megakernel cannot have are refused" sizes_that_it_cannot_have_are_refused
+else
+    megakernel=no
+    skip "both layers generate the same text" "the megakernel runs on sm_90 alone"
+    skip "both layers evaluate alike" "the megakernel runs on sm_90 alone"
+    skip "own products have the curve of the library's" "they run on sm_90 alone"
+    skip "training with the megakernel is refused" "the megakernel runs on sm_90 alone"
+    skip "sizes that the megakernel cannot have are refused" "the megakernel runs on sm_90 alone"
 fi
 
 # ---- ranks ----
@@ -250,21 +341,12 @@ killed_rank_ends_the_job() {
     [ "$code" != 0 ] && [ "$code" != 124 ] && [ $(($(date +%s) - start)) -le 10 ]
 }
 
-# refused COMMAND...: exit code 2 and one line that names what is missing.
-refused() {
-    "$@" >"$scratch/refused" 2>&1
-    code=$?
-    grep 'mok: error' "$scratch/refused"
-    echo "exit code $code"
-    [ "$code" = 2 ] && grep 'mok: error' "$scratch/refused" | grep -q 'GPU'
-}
-
 # shellcheck disable=SC2086
 more_ranks_than_gpus_are_refused() {
-    refused $mpirun -n "$((gpus + 1))" "$gpu" --out "$scratch/many" $unit
+    refused GPU $mpirun -n "$((gpus + 1))" "$gpu" --out "$scratch/many" $unit
 }
 # shellcheck disable=SC2086
-no_visible_gpu_is_refused() { refused env CUDA_VISIBLE_DEVICES= "$gpu" --out "$scratch/none" $unit; }
+no_visible_gpu_is_refused() { refused GPU env CUDA_VISIBLE_DEVICES= "$gpu" --out "$scratch/none" $unit; }
 
 if [ "$gpus" -ge 2 ] || [ "$gpus" = 0 ]; then
     check "two ranks that share the experts have the curve of one" two_ranks_have_the_curve_of_one 2
@@ -274,6 +356,13 @@ else
     skip "two ranks that share the experts have the curve of one" "found one GPU, wanted two"
     skip "pieces and recompute levels of two ranks have the same bytes" "found one GPU, wanted two"
     skip "two ranks with all experts each have the curve of one" "found one GPU, wanted two"
+fi
+if [ "$megakernel" = no ]; then
+    skip "two ranks evaluate with the megakernel as one does" "the megakernel runs on sm_90 alone"
+elif [ "$gpus" = 1 ]; then
+    skip "two ranks evaluate with the megakernel as one does" "found one GPU, wanted two"
+else
+    check "two ranks evaluate with the megakernel as one does" two_ranks_evaluate_alike
 fi
 if [ "$gpus" -ge 2 ]; then
     check "symmetric memory and collectives of NCCL" collectives_work

@@ -7,7 +7,7 @@ set -u
 . tests/tap.sh
 train=${MOK_TRAIN:-build/cpu/train}
 cpu=${train%/*}/tests rounded=${train%/*}/rounded/tests double=${DOUBLE:-build/double}/tests
-echo "1..7"
+echo "1..10"
 
 record() { "$cpu/gpu_operations" --record "$scratch/$1" --small $2; }
 compare() { "$double/gpu_operations" --compare "$scratch/$1" --small $2; }
@@ -55,6 +55,35 @@ program_that_ends_says_what_it_found() {
         grep -q 'ended in this case' "$scratch/compared"
 }
 
+compare_mok() { "$1/gpu_mok" --compare "$scratch/$2" $3; }
+
+megakernels_agree() {
+    "$cpu/gpu_mok" --record "$scratch/mok" --small && compare_mok "$double" mok --tiny && compare_mok "$rounded" mok --small
+}
+
+every_wrong_output_of_the_megakernel_is_found() {
+    "$cpu/gpu_mok" --record "$scratch/wrong" --tiny --perturb >"$scratch/recorded" || return 1
+    compare_mok "$cpu" wrong --tiny >"$scratch/compared" && return 1
+    wrong=$(sed -n 's/^# perturbed \([0-9]*\) outputs/\1/p' "$scratch/recorded")
+    found=$(sed -n 's/^not ok .* \([0-9]*\) failures$/\1/p' "$scratch/compared")
+    echo "$found of $wrong wrong outputs were found"
+    [ "$wrong" -gt 50 ] && [ "$found" = "$wrong" ]
+}
+
+# mok_mistake NAME WORDS WHERE: found, and said to be there.
+mok_mistake() {
+    MOK_MISTAKE=$1 compare_mok "$rounded" mok "$2" >"$scratch/compared" && echo "$1 was not found" && return 1
+    grep "$3" "$scratch/compared" | head -n 1
+    grep -q "$3" "$scratch/compared" || { echo "$1: nothing reads $3" && return 1; }
+}
+
+every_mistake_in_the_megakernel_is_found() {
+    mok_mistake rows --tiny '^# forward .*: y: norm' && mok_mistake weight --tiny '^# forward .*: hidden: norm' &&
+        mok_mistake place "--only rings" '^# rings .*: y: EP .*other bits' &&
+        mok_mistake behind --tiny '^# forward .*: memory behind array' &&
+        mok_mistake walk --tiny '^# forward .*: plan of 1, rank 0: integer'
+}
+
 check "builds agree" builds_agree
 check "rounding is within the limits" rounding_is_within_the_limits
 check "every wrong output is found" every_wrong_output_is_found
@@ -62,3 +91,6 @@ check "a missing output is found" missing_output_is_found
 check "models agree" models_agree
 check "every mistake in a model is found" every_mistake_is_found
 check "a program that ends says what it found" program_that_ends_says_what_it_found
+check "megakernels agree" megakernels_agree
+check "every wrong output of the megakernel is found" every_wrong_output_of_the_megakernel_is_found
+check "every mistake in the megakernel is found" every_mistake_in_the_megakernel_is_found
