@@ -47,7 +47,7 @@ ROUNDED = $(CPU)/rounded
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train cuda tokenize run run-tiny test test-programs test-full test-sanitized thread-sanitized \
-        test-gpu test-gpu-sanitized toolkit fuzz fuzz-targets bench-cpu bench-kernels bench-attention tune \
+        test-gpu test-gpu-sanitized toolkit fuzz fuzz-targets bench bench-cpu bench-kernels bench-attention tune \
         detect format clean
 
 # ---- this machine: MPI_CFLAGS, MPI_LIBS and MPIRUN by scripts/mpi.sh; CUDA_PLACE, CUDA_BUILDS and CUDA_GPUS by cuda.sh ----
@@ -89,6 +89,8 @@ help:
 	@echo "  make test-gpu-sanitized"
 	@echo "                  a small part of it under compute-sanitizer: memcheck, racecheck, initcheck"
 	@echo "  make fuzz       every parser against hostile input, FUZZ_SECONDS=10 each"
+	@echo "  make bench      the MoE layer alone on the GPUs of this machine, then the same by torch and NCCL, if python3 has"
+	@echo "                  torch; BENCH_FLAGS='--shape dsv3 --workload W2', see build/cuda/tests/bench_layer --help"
 	@echo "  make bench-cpu  GFLOP/s of every CPU operation beside the peak of the cores"
 	@echo "  make bench-kernels"
 	@echo "                  every GPU operation beside the ceiling of this GPU"
@@ -150,7 +152,8 @@ $(CUDA)/%.o: %.c Makefile $(CUDA)/flags
 	@$(CC) $(CUDA_CFLAGS) -MMD -MP -c $< -o $@
 # Their registers are counted: a spill, and products that ptxas does not let run beside other work (its notes C75xx, which
 # are no warnings), would only show in their speed.
-$(CUDA)/kernels/cuda/attention_wgmma_%.cu.o: NVCCFLAGS += -Xptxas -warn-spills
+$(CUDA)/kernels/cuda/attention_wgmma_%.cu.o $(CUDA)/kernels/cuda/grouped.cu.o $(CUDA)/kernels/cuda/mok_forward.cu.o: \
+    NVCCFLAGS += -Xptxas -warn-spills
 $(CUDA)/%.cu.o: %.cu Makefile $(CUDA)/flags
 	@mkdir -p $(@D)
 	@echo "  NVCC  $@"
@@ -169,8 +172,9 @@ $(CUDA)/tests/%: $(CUDA)/tests/%.o $(CUDA)/libmok.a
 $(CUDA)/tests/%: $(CUDA)/tests/%.cu.o $(CUDA)/libmok.a
 	@echo "  LD  $@"
 	@$(CC) $(CFLAGS) $^ -o $@ $(CUDA_LDLIBS)
-# Needs a kernel of its own.
+# These need kernels of their own.
 $(CUDA)/tests/gpu_symm: $(CUDA)/tests/gpu_symm_kernels.cu.o
+$(CUDA)/tests/bench_layer: $(CUDA)/tests/bench_unfused.cu.o
 
 # Every output element goes through the one multiply-add of this file's inner loop, so contraction cannot make two
 # blocks of one product differ.
@@ -209,14 +213,16 @@ RANKED_RUNS = $(subst :test_,:$(CPU)/tests/test_,$(RANKED_TESTS))
 TEST_RUNS   = $(filter-out $(foreach r,$(RANKED_RUNS),$(lastword $(subst :, ,$(r)))),$(TEST_PROGRAMS)) $(RANKED_RUNS)
 
 # The GPU build against the CPU build: one source, one program in each, which tests/test_gpu*.sh run.
-GPU_PROGRAMS     = gpu_operations gpu_model
-ROUNDED_CALLS    = $(shell sed -n 's/^WRAP.\([a-z_]*\),.*/-Wl,--wrap=\1/p' tests/rounding.c)
-HARNESS_PROGRAMS = $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(DOUBLE)/tests/gpu_operations \
+GPU_PROGRAMS     = gpu_operations gpu_model gpu_mok
+ROUNDED_CALLS    = $(shell sed -n -e 's/^WRAP.\([a-z_]*\),.*/-Wl,--wrap=\1/p' \
+                       -e 's/^WRAP_VALUE.[a-z]*, \([a-z_]*\),.*/-Wl,--wrap=\1/p' tests/rounding.c)
+HARNESS_PROGRAMS = $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(addprefix $(DOUBLE)/tests/,gpu_operations gpu_mok) \
                    $(GPU_PROGRAMS:%=$(ROUNDED)/tests/%) $(ROUNDED)/train
-GPU_TESTED       = $(CPU)/train $(CUDA)/train $(CUDA)/tests/gpu_symm $(CUDA)/tests/gpu_lost_wait \
+GPU_TESTED       = $(CPU)/train $(CUDA)/train $(addprefix $(CUDA)/tests/,gpu_symm gpu_lost_wait gpu_mok_graph) \
                    $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(GPU_PROGRAMS:%=$(CUDA)/tests/%)
 
-cuda: $(CUDA)/train $(addprefix $(CUDA)/tests/,$(GPU_PROGRAMS) gpu_symm gpu_lost_wait bench_kernels bench_attention tune)
+cuda: $(CUDA)/train $(addprefix $(CUDA)/tests/,$(GPU_PROGRAMS) gpu_symm gpu_lost_wait gpu_mok_graph bench_kernels \
+          bench_attention bench_layer tune)
 
 test: setup
 	@$(MAKE) --no-print-directory test-programs
@@ -228,7 +234,7 @@ test-programs: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS) $(HARNESS_PROGRAMS)
 
 test-gpu: $(GPU_TESTED)
 	@MOK_CPU=$(CPU) MOK_GPU=$(CUDA) MPIRUN="$(MPIRUN)" TEST_SECONDS=$${TEST_SECONDS:-1200} \
-	    sh tests/run.sh tests/test_gpu_operations.sh tests/test_gpu_model.sh tests/test_gpu.sh
+	    sh tests/run.sh tests/test_gpu_operations.sh tests/test_gpu_model.sh tests/test_gpu_mok.sh tests/test_gpu.sh
 test-gpu-sanitized: $(GPU_TESTED)
 	@MOK_CPU=$(CPU) MOK_GPU=$(CUDA) CUDA_HOME=$(CUDA_PLACE) sh tests/run.sh tests/test_gpu_sanitized.sh
 
@@ -278,6 +284,15 @@ test-sanitized: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS) $(FUZZ_TARGETS)
 	@MOK_LONG=1 MOK_TRAIN=$(CPU)/train MOK_TOKENIZE=$(CPU)/tokenize ASAN_OPTIONS=detect_leaks=0 \
 	    UCX_MEM_MMAP_HOOK_MODE=none MPIRUN="$(MPIRUN)" $(FIXED_LAYOUT) \
 	    sh tests/run.sh $(TEST_RUNS) $(TSAN_TESTS:%=build/tsan/tests/%) tests/fuzz.sh
+
+BENCH_RANKS ?= $(or $(CUDA_GPUS),1)
+bench: $(CUDA)/tests/bench_layer
+	@if python3 -c 'import torch' 2>/dev/null; then \
+	    MPIRUN="$(MPIRUN)" python3 scripts/bench_layer.py --beside $< --ranks $(BENCH_RANKS) $(BENCH_FLAGS); \
+	else \
+	    echo "make bench: python3 has no torch: the layer by torch and NCCL is left out"; \
+	    $(if $(filter-out 1,$(BENCH_RANKS)),$(MPIRUN) -n $(BENCH_RANKS)) $< $(BENCH_FLAGS); \
+	fi
 
 bench-cpu: $(CPU)/tests/bench_cpu $(CPU)/tests/bench_moe
 	@$(CPU)/tests/bench_cpu

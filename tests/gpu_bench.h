@@ -3,7 +3,6 @@
 #ifndef MOK_TESTS_GPU_BENCH_H
 #define MOK_TESTS_GPU_BENCH_H
 
-#include <dlfcn.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,6 +10,7 @@
 
 #include "kernels/cuda/cuda.h"
 #include "kernels/random.h"
+#include "tests/gpu_clock.h"
 
 enum { BENCH_REPEATS = 20, BENCH_WARMUPS = 3, BENCH_BUFFERS = 32 };
 #define BENCH_POOL_BYTES    ((size_t)64 << 20)
@@ -39,33 +39,6 @@ static struct {
     int count, copies;
     unsigned turn; // of the calls, chooses the copy
 } bench;
-
-// ---- the clock of the multiprocessors, by NVML where it is ----
-
-static struct {
-    void *device;
-    int (*clock)(void *device, int type, unsigned *mhz);
-} nvml;
-
-static void nvml_open(void) {
-    void *library = dlopen("libnvidia-ml.so.1", RTLD_NOW);
-    int device;
-    char bus[32];
-    if (!library) return;
-    int (*init)(void) = (int (*)(void))dlsym(library, "nvmlInit_v2");
-    int (*find)(const char *, void **) =
-        (int (*)(const char *, void **))dlsym(library, "nvmlDeviceGetHandleByPciBusId_v2");
-    int (*clock)(void *, int, unsigned *) = (int (*)(void *, int, unsigned *))dlsym(library, "nvmlDeviceGetClockInfo");
-    cuda_check(cudaGetDevice(&device));
-    cuda_check(cudaDeviceGetPCIBusId(bus, sizeof bus, device));
-    if (init && find && clock && init() == 0 && find(bus, &nvml.device) == 0) nvml.clock = clock;
-}
-
-static unsigned nvml_mhz(void) {
-    enum { MULTIPROCESSORS = 1 };
-    unsigned mhz = 0;
-    return nvml.clock && nvml.clock(nvml.device, MULTIPROCESSORS, &mhz) == 0 ? mhz : 0;
-}
 
 // ---- buffers ----
 
