@@ -19,8 +19,8 @@
 // rank. Hence any one worker alone can finish a pass.
 //
 // On a GPU rows are pushed by the tiles that make them, so that a block has been pushed when its output tiles are done. And
-// movers are warps of their own, which may hold tickets that they have to wait for: the rows of an older macrobatch, whose
-// tasks and tickets come before, and for which nobody who holds them waits.
+// movers are warps of their own there, beside those that multiply, and may hold a ticket that cannot be served yet: it
+// waits only for rows of a macrobatch before, all of whose tasks and tickets come earlier.
 #ifndef MOK_KERNELS_MOK_PLAN_H
 #define MOK_KERNELS_MOK_PLAN_H
 

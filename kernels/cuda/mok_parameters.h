@@ -34,6 +34,7 @@ struct mok_parameters {
 extern "C" {
 #endif
 
+// Of a pass with a plan that this rank has made. x and slots of the layer lie in this rank's symmetric memory.
 struct mok_parameters mok_parameters_of(const struct mok_shape *s, const struct mok_plan *p, const struct mok_group *g,
                                         const struct mok_layer *l, const struct mok_workspace *w,
                                         const struct mok_crew *crew, enum mok_pass pass);

@@ -8,6 +8,7 @@
 // Counters of tiles are raised by each half of a tile.
 enum { TILE_HALVES = 2 };
 
+// The counters that forward waits for.
 static __device__ __forceinline__ void mok_wait_for(const struct mok_parameters &p, struct mok_wait wait) {
     enum wait_for what = wait.kind == MOK_READY     ? WAIT_MOK_READY
                          : wait.kind == MOK_GATE_UP ? WAIT_MOK_GATE_UP
