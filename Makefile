@@ -89,8 +89,8 @@ help:
 	@echo "  make test-gpu-sanitized"
 	@echo "                  a small part of it under compute-sanitizer: memcheck, racecheck, initcheck"
 	@echo "  make fuzz       every parser against hostile input, FUZZ_SECONDS=10 each"
-	@echo "  make bench      the MoE layer alone on the GPUs of this machine, then the same by torch and NCCL, if python3 has"
-	@echo "                  torch; BENCH_FLAGS='--shape dsv3 --workload W2', see build/cuda/tests/bench_layer --help"
+	@echo "  make bench      both passes of the MoE layer alone on the GPUs of this machine, by turns with torch and NCCL, if"
+	@echo "                  python3 has torch; BENCH_FLAGS='--shape dsv3 --load burst', see build/cuda/tests/bench_layer --help"
 	@echo "  make bench-cpu  GFLOP/s of every CPU operation beside the peak of the cores"
 	@echo "  make bench-kernels"
 	@echo "                  every GPU operation beside the ceiling of this GPU"
@@ -152,7 +152,7 @@ $(CUDA)/%.o: %.c Makefile $(CUDA)/flags
 	@$(CC) $(CUDA_CFLAGS) -MMD -MP -c $< -o $@
 # Their registers are counted: a spill, and products that ptxas does not let run beside other work (its notes C75xx, which
 # are no warnings), would only show in their speed.
-$(CUDA)/kernels/cuda/attention_wgmma_%.cu.o $(CUDA)/kernels/cuda/grouped.cu.o $(CUDA)/kernels/cuda/mok_forward.cu.o: \
+$(addprefix $(CUDA)/kernels/cuda/,attention_wgmma_%.cu.o grouped.cu.o mok_forward.cu.o mok_backward.cu.o): \
     NVCCFLAGS += -Xptxas -warn-spills
 $(CUDA)/%.cu.o: %.cu Makefile $(CUDA)/flags
 	@mkdir -p $(@D)
@@ -219,7 +219,7 @@ ROUNDED_CALLS    = $(shell sed -n -e 's/^WRAP.\([a-z_]*\),.*/-Wl,--wrap=\1/p' \
 HARNESS_PROGRAMS = $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(addprefix $(DOUBLE)/tests/,gpu_operations gpu_mok) \
                    $(GPU_PROGRAMS:%=$(ROUNDED)/tests/%) $(ROUNDED)/train
 GPU_TESTED       = $(CPU)/train $(CUDA)/train $(addprefix $(CUDA)/tests/,gpu_symm gpu_lost_wait gpu_mok_graph) \
-                   $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(GPU_PROGRAMS:%=$(CUDA)/tests/%)
+                   $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(GPU_PROGRAMS:%=$(CUDA)/tests/%) $(DOUBLE)/tests/gpu_mok
 
 cuda: $(CUDA)/train $(addprefix $(CUDA)/tests/,$(GPU_PROGRAMS) gpu_symm gpu_lost_wait gpu_mok_graph bench_kernels \
           bench_attention bench_layer tune)
@@ -233,7 +233,7 @@ test-programs: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS) $(HARNESS_PROGRAMS)
 	    tests/test_gpu_harness.sh tests/test_gpu.sh
 
 test-gpu: $(GPU_TESTED)
-	@MOK_CPU=$(CPU) MOK_GPU=$(CUDA) MPIRUN="$(MPIRUN)" TEST_SECONDS=$${TEST_SECONDS:-1200} \
+	@MOK_CPU=$(CPU) MOK_GPU=$(CUDA) DOUBLE=$(DOUBLE) MPIRUN="$(MPIRUN)" TEST_SECONDS=$${TEST_SECONDS:-1200} \
 	    sh tests/run.sh tests/test_gpu_operations.sh tests/test_gpu_model.sh tests/test_gpu_mok.sh tests/test_gpu.sh
 test-gpu-sanitized: $(GPU_TESTED)
 	@MOK_CPU=$(CPU) MOK_GPU=$(CUDA) CUDA_HOME=$(CUDA_PLACE) sh tests/run.sh tests/test_gpu_sanitized.sh
@@ -286,12 +286,15 @@ test-sanitized: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS) $(FUZZ_TARGETS)
 	    sh tests/run.sh $(TEST_RUNS) $(TSAN_TESTS:%=build/tsan/tests/%) tests/fuzz.sh
 
 BENCH_RANKS ?= $(or $(CUDA_GPUS),1)
+# Some three minutes. Of a flag that stands twice the last one counts.
+BENCH_SHORT = --backward --iterations 60
 bench: $(CUDA)/tests/bench_layer
 	@if python3 -c 'import torch' 2>/dev/null; then \
-	    MPIRUN="$(MPIRUN)" python3 scripts/bench_layer.py --beside $< --ranks $(BENCH_RANKS) $(BENCH_FLAGS); \
+	    MPIRUN="$(MPIRUN)" python3 scripts/bench_layer.py --beside $< --ranks $(BENCH_RANKS) \
+	        $(BENCH_SHORT) $(BENCH_FLAGS); \
 	else \
 	    echo "make bench: python3 has no torch: the layer by torch and NCCL is left out"; \
-	    $(if $(filter-out 1,$(BENCH_RANKS)),$(MPIRUN) -n $(BENCH_RANKS)) $< $(BENCH_FLAGS); \
+	    $(if $(filter-out 1,$(BENCH_RANKS)),$(MPIRUN) -n $(BENCH_RANKS)) $< $(BENCH_SHORT) $(BENCH_FLAGS); \
 	fi
 
 bench-cpu: $(CPU)/tests/bench_cpu $(CPU)/tests/bench_moe

@@ -17,8 +17,8 @@
 extern "C" {
 #endif
 
-// Whether this backend has the megakernel of a pass.
-bool mok_available(enum mok_pass pass);
+// Whether this build has the megakernel.
+bool mok_available(void);
 // H, I and the shared expert's inner width must be multiples of this.
 int mok_column_unit(void);
 // The most ranks of an EP group. INT_MAX: any.

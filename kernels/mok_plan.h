@@ -40,6 +40,7 @@ enum {
     MOK_D_WEIGHT_ROWS = 128,    // a weight-gradient tile has this many rows of I (or 2I)
     MOK_D_WEIGHT_COLUMNS = 256, // and this many columns of H
     MOK_PARTIAL_COLUMNS = 128,  // columns of I in one partial sum of a gate's gradient
+    MOK_GROUP_BLOCKS = 16,      // blocks of 128 rows whose tiles of one column come one after the other in backward
 };
 
 MOK_INLINE int mok_ceil(int n, int unit) { return (n + unit - 1) / unit; }
@@ -108,6 +109,28 @@ MOK_INLINE int mok_d_w13_tiles(const struct mok_shape *s, int I) {
 // Those of both weights of a routed expert.
 MOK_INLINE int mok_expert_d_weight_tiles(const struct mok_shape *s) {
     return mok_d_w2_tiles(s, s->intermediate) + mok_d_w13_tiles(s, s->intermediate);
+}
+
+// Where task `at` of some blocks of rows by `tiles` columns of tiles is, in the order of backward's d x and weight gradients:
+// column by column of the next MOK_GROUP_BLOCKS blocks, so that a wave of a GPU's tiles reads about as many rows as columns.
+struct mok_spot {
+    int block, tile;
+};
+MOK_INLINE struct mok_spot mok_grouped(int blocks, int tiles, int at) {
+    int group = at / (MOK_GROUP_BLOCKS * tiles) * MOK_GROUP_BLOCKS, here = mok_min(MOK_GROUP_BLOCKS, blocks - group);
+    struct mok_spot spot = {group + (at - group * tiles) % here, (at - group * tiles) / here};
+    return spot;
+}
+
+// First row and column of tile `tile` of a weight gradient of so many rows.
+struct mok_corner {
+    int row, column;
+};
+MOK_INLINE struct mok_corner mok_d_weight_corner(const struct mok_shape *s, int rows, int tile) {
+    struct mok_spot spot =
+        mok_grouped(mok_ceil(rows, MOK_D_WEIGHT_ROWS), mok_ceil(s->hidden, MOK_D_WEIGHT_COLUMNS), tile);
+    struct mok_corner corner = {spot.block * MOK_D_WEIGHT_ROWS, spot.tile * MOK_D_WEIGHT_COLUMNS};
+    return corner;
 }
 
 // ---- the plan of one rank for one layer ----
@@ -418,8 +441,10 @@ MOK_INLINE struct mok_task mok_macrobatch_task(const struct mok_shape *s, const 
         tiles = mok_d_hidden_tiles(s);
         place.at -= replayed;
     }
-    task.block = p->walk[first + place.phase_first + place.at / tiles];
-    task.tile = place.at % tiles;
+    struct mok_spot spot = {place.at / tiles, place.at % tiles};
+    if (task.kind == MOK_TASK_D_X) spot = mok_grouped(place.phase_blocks, tiles, place.at);
+    task.block = p->walk[first + place.phase_first + spot.block];
+    task.tile = spot.tile;
     task.expert = p->block_expert[task.block];
     return task;
 }

@@ -26,7 +26,7 @@ static inline void plans_open(struct plans *w, const struct mok_shape *s) {
     for (int r = 0; r < s->ranks; r++) {
         w->memory[r] = calloc(1, header + slots * (sizeof(int32_t) + sizeof(accum)) + sizeof(accum));
         if (!w->memory[r]) abort();
-        w->group[r] = (struct mok_group){r, s->ranks, w->memory, 0, 60};
+        w->group[r] = (struct mok_group){.rank = r, .ranks = s->ranks, .base = w->memory, .timeout = 60};
         w->gates[r] = (accum *)(w->memory[r] + header);
         w->ids[r] = (int32_t *)(w->gates[r] + slots);
         for (size_t slot = 0; slot < slots; slot++) {

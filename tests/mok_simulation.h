@@ -170,8 +170,7 @@ static inline void sim_task_accesses(struct sim *m, struct mok_task t) {
             if (block / ring != b) continue;
             if (w2)
                 sim_read_part(m, SIM_HIDDEN, block,
-                              tile / mok_ceil(s->hidden, MOK_D_WEIGHT_COLUMNS) * MOK_D_WEIGHT_ROWS /
-                                  MOK_D_HIDDEN_COLUMNS);
+                              mok_d_weight_corner(s, s->intermediate, tile).row / MOK_D_HIDDEN_COLUMNS);
             else
                 sim_read(m, SIM_D_GATE_UP, block);
             sim_read(m, w2 ? SIM_DY : SIM_X, block);

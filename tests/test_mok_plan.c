@@ -362,6 +362,23 @@ static void add_walked(struct list *l, const struct mok_plan *p, enum mok_task_k
     for (int at = first; at < end; at++) add_tiles(l, kind, p->walk[at], tiles, p->block_expert[p->walk[at]]);
 }
 
+// Of d x, 16 places at a time, one column tile of all of them after the other.
+static void add_columns(struct list *l, const struct mok_plan *p, int first, int end, int tiles) {
+    for (; first < end; first += 16)
+        for (int tile = 0; tile < tiles; tile++)
+            for (int at = first; at < mok_min(first + 16, end); at++)
+                add(l, MOK_TASK_D_X, p->walk[at], tile, p->block_expert[p->walk[at]]);
+}
+
+// The second stage of a phase.
+static void add_second(struct list *l, const struct mok_shape *s, const struct mok_plan *p, bool forward, int first,
+                       int end) {
+    if (forward)
+        add_walked(l, p, MOK_TASK_DOWN, first, end, mok_ceil(s->hidden, 256));
+    else
+        add_columns(l, p, first, end, mok_ceil(s->hidden, 256));
+}
+
 static void add_shared(struct list *l, const struct mok_shape *s, const struct mok_plan *p, bool forward) {
     if (s->shared == 0) return;
     int blocks = mok_ceil(p->tokens, 128), across = mok_ceil(s->hidden, 256);
@@ -388,8 +405,7 @@ static void add_stages(struct list *l, const struct mok_shape *s, const struct m
             struct mok_task t = stage.tasks[done];
             add(l, (enum mok_task_kind)t.kind, t.block, t.tile, t.expert);
         }
-        if (before >= 0)
-            add_walked(l, p, forward ? MOK_TASK_DOWN : MOK_TASK_D_X, before, first, mok_ceil(s->hidden, 256));
+        if (before >= 0) add_second(l, s, p, forward, before, first);
         for (; done < stage.count; done++) {
             struct mok_task t = stage.tasks[done];
             add(l, (enum mok_task_kind)t.kind, t.block, t.tile, t.expert);
@@ -397,7 +413,7 @@ static void add_stages(struct list *l, const struct mok_shape *s, const struct m
         before = first;
         free(stage.tasks);
     }
-    if (before >= 0) add_walked(l, p, forward ? MOK_TASK_DOWN : MOK_TASK_D_X, before, stop, mok_ceil(s->hidden, 256));
+    if (before >= 0) add_second(l, s, p, forward, before, stop);
 }
 
 // Whether macrobatch m takes part in an expert's weight gradients: where it has rows; without rows where those of its next
@@ -518,6 +534,26 @@ static void open_random_blocks(struct plans *w, struct mok_shape *s, int blocks,
     plans_make(w);
 }
 
+// Every tile of a weight gradient has a corner of its own, and 16 of them come one below the other.
+static void test_tiles_of_weight_gradients_cover_them(void **state) {
+    (void)state;
+    static const int heights[] = {8, 128, 1408, 2048, 2049, 4096}, widths[] = {8, 256, 2048, 7168};
+    for (int i = 0; i < 6; i++)
+        for (int j = 0; j < 4; j++) {
+            struct mok_shape s = {.hidden = widths[j]};
+            int down = mok_ceil(heights[i], 128), across = mok_ceil(widths[j], 256),
+                *seen = calloc(33 * 32, sizeof *seen);
+            if (!seen) abort();
+            for (int tile = 0; tile < down * across; tile++) {
+                struct mok_corner c = mok_d_weight_corner(&s, heights[i], tile);
+                assert_true(c.row % 128 == 0 && c.row < heights[i] && c.column % 256 == 0 && c.column < widths[j]);
+                assert_int_equal(seen[c.row / 128 * 32 + c.column / 256]++, 0);
+                if (tile < mok_min(16, down)) assert_true(c.row == 128 * tile && c.column == 0);
+            }
+            free(seen);
+        }
+}
+
 static void test_tasks_are_those_of_the_design_in_its_order(void **state) {
     (void)state;
     uint64_t seed = 705;
@@ -618,6 +654,7 @@ int main(void) {
         cmocka_unit_test(test_a_plan_follows_token_counts_that_change),
         cmocka_unit_test(test_the_worst_routing_fits_the_table_and_can_fill_it),
         cmocka_unit_test(test_default_sizes),
+        cmocka_unit_test(test_tiles_of_weight_gradients_cover_them),
         cmocka_unit_test(test_tasks_are_those_of_the_design_in_its_order),
         cmocka_unit_test(test_two_stages_are_interleaved_as_said),
         cmocka_unit_test(test_tiles_cover_all_columns),

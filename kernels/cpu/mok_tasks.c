@@ -119,8 +119,8 @@ static void do_d_hidden(const struct mok_job *j, struct mok_task task) {
 // A tile of dw [M, H] = or += a^T b over rows that stand together: a [rows, M], b [rows, H].
 static void do_d_weight(const struct mok_job *j, int tile, accum *dw, const real *a, const real *b, int rows, int M,
                         bool store) {
-    int H = j->s->hidden, across = mok_ceil(H, MOK_D_WEIGHT_COLUMNS);
-    int i = tile / across * MOK_D_WEIGHT_ROWS, column = tile % across * MOK_D_WEIGHT_COLUMNS;
+    struct mok_corner corner = mok_d_weight_corner(j->s, M, tile);
+    int H = j->s->hidden, i = corner.row, column = corner.column;
     accum *out = dw + (size_t)i * (size_t)H + column;
     multiply(out, (size_t)H, transposed(a + i, (size_t)M), plain(b + column, (size_t)H),
              mok_min(MOK_D_WEIGHT_ROWS, M - i), mok_min(MOK_D_WEIGHT_COLUMNS, H - column), rows, store ? NULL : out);

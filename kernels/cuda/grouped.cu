@@ -40,15 +40,16 @@ struct grouped_parameters {
 };
 
 // expert: that of an earlier task, or 0; becomes this one's.
-static __device__ __forceinline__ int4 grouped_task_at(const struct grouped_parameters &p, int number, int *expert) {
-    if (number >= p.first_block[p.experts] * p.tiles) return make_int4(-1, 0, 0, 0);
+static __device__ __forceinline__ struct grouped_task grouped_task_at(const struct grouped_parameters &p, int number,
+                                                                      int *expert) {
+    if (number >= p.first_block[p.experts] * p.tiles) return {-1, 0, 0, 0};
     int e = *expert, block = number / p.tiles;
     while (p.first_block[e + 1] <= block) e++;
     *expert = e;
     int first = p.first_block[e];
     struct grouped_place at = grouped_place_of(number - first * p.tiles, p.first_block[e + 1] - first, p.tiles);
     int row = p.first_row[e] + at.block * TILE_ROWS;
-    return make_int4(e, row, min((int)TILE_ROWS, p.first_row[e + 1] - row), at.tile * TILE_COLUMNS);
+    return {e, row, min((int)TILE_ROWS, p.first_row[e + 1] - row), at.tile * TILE_COLUMNS};
 }
 
 template <bool B_ROWS>
@@ -66,10 +67,12 @@ static __global__ void __launch_bounds__(TILE_THREADS, 1)
             int expert = 0; // tickets ascend
             tile_load_all(
                 shared, p.ticket, p.lost, [&](int number) { return grouped_task_at(p, number, &expert); },
-                [](const Task &) {},
-                [&](const Task &task) -> struct tile_factors {
-                    int row = B_ROWS ? task.expert * p.K : task.expert * p.N + task.column;
-                    return {&p.x, &p.w, task.row, row, row + 2 * BOX_ROWS, task.column, steps, B_ROWS};
+                [&](struct tile_loader<Task> &loader, const Task &task, const auto &between) {
+                    struct tile_factors f = {&p.x, &p.w, steps, task.row};
+                    f.b_matrix = task.expert;
+                    f.b_column = task.column; // either this or rows
+                    if (!B_ROWS) f.b_row = task.column, f.b_row_2 = task.column + TILE_COLUMNS / 2;
+                    loader.template load<B_ROWS ? READ_ROWS_OF_B : READ_COLUMNS>(f, between);
                 });
         };
         auto store = [&](int half) {
@@ -104,7 +107,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 1)
     }
 }
 
-// ---- dw = a^T b ----
+// ---- dw = a^T b, or dw + a^T b: then a tile's sums go on from those that are there ----
 
 // A tile of dw of the expert at `place` among those with rows: rows from row on, columns from column on, sums over `terms`
 // rows of the factors.
@@ -121,11 +124,11 @@ struct sums_parameters {
     int expert[MOST_EXPERTS], first_row[MOST_EXPERTS + 1]; // of each of those; the last one: behind all
 };
 
-static __device__ __forceinline__ int4 sums_task_at(const struct sums_parameters &p, int number) {
+static __device__ __forceinline__ struct sums_task sums_task_at(const struct sums_parameters &p, int number) {
     int each = p.blocks * p.tiles, place = number / each;
-    if (place >= p.used) return make_int4(-1, 0, 0, 0);
+    if (place >= p.used) return {-1, 0, 0, 0};
     struct grouped_place at = grouped_place_of(number - place * each, p.blocks, p.tiles);
-    return make_int4(place, at.block * TILE_ROWS, at.tile * TILE_COLUMNS, p.first_row[place + 1] - p.first_row[place]);
+    return {place, at.block * TILE_ROWS, at.tile * TILE_COLUMNS, p.first_row[place + 1] - p.first_row[place]};
 }
 
 static __device__ __forceinline__ int sums_steps(const struct sums_task &task) {
@@ -143,10 +146,14 @@ static __global__ void __launch_bounds__(TILE_THREADS, 1)
             tma_prefetch(&p.a);
             tma_prefetch(&p.b);
             tile_load_all(
-                shared, p.ticket, p.lost, [&](int number) { return sums_task_at(p, number); }, [](const Task &) {},
-                [&](const Task &task) -> struct tile_factors {
-                    int row = p.first_row[task.place];
-                    return {&p.a, &p.b, row, row, row, task.column, sums_steps(task), true, true, task.row};
+                shared, p.ticket, p.lost, [&](int number) { return sums_task_at(p, number); },
+                [&](struct tile_loader<Task> &loader, const Task &task, const auto &between) {
+                    struct tile_factors f = {&p.a, &p.b, sums_steps(task)};
+                    f.a_row = f.b_row = p.first_row[task.place];
+                    f.a_column = task.row;
+                    f.b_column = task.column;
+                    if (p.add) loader.load_sums(&p.dw, p.expert[task.place], task.row, task.column);
+                    loader.template load<READ_ROWS>(f, between);
                 });
         };
         auto store = [&](int half) {
@@ -155,12 +162,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, 1)
             Task task;
             while (reader.next(shared, p.lost, &task)) {
                 int expert = p.expert[task.place], row = task.row + half * HALF_ROWS;
-                storer.store_boxes(TILE_COLUMNS / ACCUM_BOX_COLUMNS, [&](int chunk, uint32_t from) {
-                    int column = task.column + chunk * ACCUM_BOX_COLUMNS;
-                    if (p.add)
-                        tma_add(&p.dw, column, row, expert, from);
-                    else
-                        tma_store(&p.dw, column, row, expert, from);
+                storer.store_boxes(SUMS_PIECES, [&](int piece, uint32_t from) {
+                    tma_store(&p.dw, task.column + piece * ACCUM_BOX_COLUMNS, row, expert, from);
                 });
             }
             bulk_wait_written();
@@ -171,7 +174,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, 1)
             Task task;
             while (reader.next(shared, p.lost, &task)) {
                 int steps = sums_steps(task);
-                multiplier.template multiply<true, true>(steps, task.terms - (steps - 1) * TILE_DEPTH);
+                if (p.add) multiplier.read_all_sums();
+                multiplier.template multiply<true, true>(steps, p.add, task.terms - (steps - 1) * TILE_DEPTH);
                 multiplier.stage_all_sums();
             }
         };
@@ -235,15 +239,14 @@ static void grouped_run(real *y, const real *x, const real *w, const int *offset
     check_unit("depth", K);
     int blocks = grouped_blocks(&p, offsets, E);
     if (blocks == 0 || N == 0) return;
-    size_t rows = (size_t)offsets[E], experts = (size_t)E, width = (size_t)N, depth = (size_t)K;
+    size_t rows = (size_t)offsets[E], width = (size_t)N, depth = (size_t)K;
     if (K == 0) { // sums of nothing
         size_t first = (size_t)offsets[0];
         device_zero(y + first * width, sizeof(real) * (rows - first) * width);
         return;
     }
     p.x = tensor_map_matrix(x, rows, depth, depth);
-    p.w = B_ROWS ? tensor_map_matrix(w, experts * depth, width, width)
-                 : tensor_map_matrix(w, experts * width, depth, depth);
+    p.w = B_ROWS ? tensor_map_matrices(w, (size_t)E, depth, width) : tensor_map_matrices(w, (size_t)E, width, depth);
     p.y_map = tensor_map_matrix(y, rows, width, width);
     p.y = y;
     p.experts = E;
@@ -271,7 +274,7 @@ void grouped_own_tn(accum *dw, const real *a, const real *b, const int *offsets,
     size_t rows = (size_t)offsets[E], height = (size_t)M, width = (size_t)N;
     p.a = tensor_map_matrix(a, rows, height, height);
     p.b = tensor_map_matrix(b, rows, width, width);
-    p.dw = tensor_map_matrix_accum(dw, (size_t)E, height, width);
+    p.dw = tensor_map_matrices_accum(dw, (size_t)E, height, width);
     p.add = add;
     p.blocks = (M + TILE_ROWS - 1) / TILE_ROWS;
     p.tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS;

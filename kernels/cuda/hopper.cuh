@@ -31,6 +31,10 @@ static __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+static __device__ __forceinline__ void barrier_arrive_many(uint32_t barrier, int count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
 // Arrives, and announces so many bytes of copies.
 static __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -107,6 +111,14 @@ static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap *
                  : "memory");
 }
 
+static __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap *map, int c0, int c1, int c2,
+                                                uint32_t barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
+                 "%4}], [%5];" ::"r"(to),
+                 "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier)
+                 : "memory");
+}
+
 // Before the first load by a map, so that it need not wait for the map.
 static __device__ __forceinline__ void tma_prefetch(const CUtensorMap *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -131,13 +143,6 @@ static __device__ __forceinline__ void tma_store(const CUtensorMap *map, int c0,
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map), "r"(c0),
                  "r"(c1), "r"(c2), "r"(from)
                  : "memory");
-}
-// The same, added to what is there. Subnormal FP32 numbers may count as zeros.
-static __device__ __forceinline__ void tma_add(const CUtensorMap *map, int c0, int c1, int c2, uint32_t from) {
-    asm volatile(
-        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
-        "r"(c0), "r"(c1), "r"(c2), "r"(from)
-        : "memory");
 }
 static __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until at most the GROUPS last groups still read shared memory.
@@ -198,6 +203,14 @@ static __device__ __forceinline__ void shared_store_matrices(uint32_t row, uint3
                                                              uint32_t m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
                  "r"(m2), "r"(m3)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void shared_load_matrices(uint32_t row, uint32_t &m0, uint32_t &m1, uint32_t &m2,
+                                                            uint32_t &m3) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m0), "=r"(m1), "=r"(m2), "=r"(m3)
+                 : "r"(row)
                  : "memory");
 }
 

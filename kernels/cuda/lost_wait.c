@@ -16,8 +16,13 @@ static const char *const words[] = {
     // the index follows
     [WAIT_MOK_READY] = "pulled groups of row block",
     [WAIT_MOK_GATE_UP] = "halves of gate/up tiles of row block",
+    [WAIT_MOK_D_HIDDEN] = "halves of d hidden tiles of row block",
     [WAIT_MOK_OUT] = "halves of output tiles of row block",
-    [WAIT_MOK_SHARED_INNER] = "halves of shared gate/up tiles of token block",
+    [WAIT_MOK_PUSHED] = "pushed groups of row block", // on a GPU nobody waits for it
+    [WAIT_MOK_EXPERT_D_HIDDEN] = "halves of d hidden tiles of local expert",
+    [WAIT_MOK_EXPERT_D_WEIGHTS] = "halves of weight-gradient tiles of local expert",
+    [WAIT_MOK_SHARED_INNER] = "halves of shared inner tiles of token block",
+    [WAIT_MOK_SHARED_ALL] = "halves of shared inner tiles, counter",
     [WAIT_MOK_BARRIER] = "another rank",
 };
 _Static_assert(sizeof words / sizeof *words == WAIT_KINDS, "every wait has its words");

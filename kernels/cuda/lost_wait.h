@@ -25,11 +25,16 @@ enum wait_for {
     WAIT_TILE_ROOM,
     WAIT_TILE_STAGED, // results of a tile to store
     WAIT_TILE_STAGING_ROOM,
-    // counters
+    // counters, in the order of enum mok_counter_kind
     WAIT_MOK_READY,
     WAIT_MOK_GATE_UP,
+    WAIT_MOK_D_HIDDEN,
     WAIT_MOK_OUT, // before the block's place in the ring is used again
+    WAIT_MOK_PUSHED,
+    WAIT_MOK_EXPERT_D_HIDDEN,
+    WAIT_MOK_EXPERT_D_WEIGHTS,
     WAIT_MOK_SHARED_INNER,
+    WAIT_MOK_SHARED_ALL,
     // ranks
     WAIT_MOK_BARRIER,
     WAIT_KINDS

@@ -30,34 +30,36 @@ static __device__ __forceinline__ uint4 load_or_zeros(const uint4 *from) {
     return words;
 }
 
-// Copies `rows` rows of `units` times 16 bytes to consecutive rows, AT_ONCE of them at a time. Lane r knows where row r
-// comes from; NULL: zeros. loading() is called when the first loads are under way, between() behind the first rows.
-template <int AT_ONCE, class Loading, class Between>
+// Copies `rows` rows of `units` times 16 bytes to consecutive rows. Lane r knows where row r comes from; NULL: zeros. Half
+// of a lane's loads are of the second piece of a row; of short rows, which have none, of the next row. loading() is called
+// when the first loads are under way, between() behind the first rows.
+template <class Loading, class Between>
 static __device__ __forceinline__ void copy_rows(uint4 *to, const uint4 *from, int rows, int units,
                                                  const Loading &loading, const Between &between) {
-    const int each = PULL_LOADS / AT_ONCE;
-    int lane = (int)threadIdx.x % 32;
+    const int each = PULL_LOADS / 2, piece = 32 * each;
+    int lane = (int)threadIdx.x % 32, pair = units <= piece; // 1: of rows
 #pragma unroll 1
-    for (int row = 0; row < rows; row += AT_ONCE) {
-        const uint4 *sources[AT_ONCE];
-#pragma unroll
-        for (int r = 0; r < AT_ONCE; r++)
-            sources[r] = (const uint4 *)__shfl_sync(ALL_LANES, (unsigned long long)from, row + r);
+    for (int row = 0; row < rows; row += 1 + pair) {
+        const uint4 *one = (const uint4 *)__shfl_sync(ALL_LANES, (unsigned long long)from, row);
+        const uint4 *other = (const uint4 *)__shfl_sync(ALL_LANES, (unsigned long long)from, row + pair);
 #pragma unroll 1
-        for (int first = lane; first - lane < units; first += 32 * each) {
-            uint4 words[PULL_LOADS];
+        for (int first = lane; first - lane < units; first += 2 * piece) {
+            int second = pair ? first : first + piece;
+            uint4 words[2][each];
 #pragma unroll
-            for (int i = 0; i < PULL_LOADS; i++) {
-                const uint4 *source = sources[i / each];
-                int unit = first + i % each * 32;
-                words[i] = load_or_zeros(source && unit < units ? source + unit : NULL);
-            }
+            for (int i = 0; i < each; i++)
+                words[0][i] = load_or_zeros(one && first + 32 * i < units ? one + first + 32 * i : NULL);
+#pragma unroll
+            for (int i = 0; i < each; i++)
+                words[1][i] = load_or_zeros(other && second + 32 * i < units ? other + second + 32 * i : NULL);
             if (row == 0 && first == lane) loading();
 #pragma unroll
-            for (int i = 0; i < PULL_LOADS; i++) {
-                int unit = first + i % each * 32, r = row + i / each;
-                if (unit < units && r < rows) to[r * units + unit] = words[i];
-            }
+            for (int i = 0; i < each; i++)
+                if (first + 32 * i < units) to[row * units + first + 32 * i] = words[0][i];
+#pragma unroll
+            for (int i = 0; i < each; i++)
+                if (second + 32 * i < units && row + pair < rows)
+                    to[(row + pair) * units + second + 32 * i] = words[1][i];
         }
         if (row == 0) between();
     }
@@ -65,76 +67,89 @@ static __device__ __forceinline__ void copy_rows(uint4 *to, const uint4 *from, i
 
 // ---- groups of rows ----
 
-// Where a row of the plan comes from. A token that another row of this rank has brought already is copied from there.
-static __device__ __forceinline__ const uint4 *pull_source(const struct mok_parameters &p, struct mok_row row,
-                                                           int twin) {
-    size_t H = (size_t)p.shape.hidden;
-    if (row.source < 0) return NULL;
-    if (twin >= 0) {
-        int block = twin / MOK_BLOCK_ROWS;
-        size_t at = mok_ring_row(&p.shape, block) + (size_t)(twin % MOK_BLOCK_ROWS);
-        if (counter_read(p.counters[MOK_READY] + block) >= mok_groups(&p.shape))
-            return (const uint4 *)(p.x_rows + at * H);
-    }
-    size_t token = (size_t)(row.slot / p.shape.top_k);
-    return (const uint4 *)((const real *)(p.peers.base[row.source] + p.x_at) + token * H);
-}
-
 // A warp that moves. While it copies the rows of one ticket, what it needs for the next one comes in, step by step: the
 // ticket, its row block, its rows' sources; and the counter of the one before is raised, which waits until all its rows
 // are in memory.
-struct puller {
+template <enum mok_pass PASS> struct puller {
     const struct mok_parameters &p;
-    const enum mok_pass pass;
-    const int lane, total;
-    int ahead;            // lane 0: the ticket behind move
-    struct mok_move move; // of the next ticket; block -1: none is left
-    struct mok_row row;   // of this lane
+    const struct mok_plan plan;
+    const int lane;
+    int ahead;         // lane 0: the ticket behind next
+    int next;          // first row of the next ticket; -1: none is left
+    int source, token; // of this lane's row; source -1: zeros
     int twin;
-    int32_t *unraised; // NULL: none
+    int unraised; // row block of the ticket before; -1: its counter has been raised
 
-    __device__ __forceinline__ puller(const struct mok_parameters &p, enum mok_pass pass)
-        : p(p), pass(pass), lane((int)threadIdx.x % 32), total(mok_move_total(&p.shape, p.plan)),
-          ahead(0), move{-1, 0}, row{-1, 0, 0}, twin(-1), unraised(NULL) {}
+    __device__ __forceinline__ puller(const struct mok_parameters &p)
+        : p(p), plan(mok_plan_of(p)), lane((int)threadIdx.x % 32), ahead(0), next(-1), source(-1), token(0), twin(-1),
+          unraised(-1) {}
 
     __device__ __forceinline__ void take() {
         if (lane == 0) ahead = atomicAdd(p.tickets[MOK_NEXT_PULL], 1);
     }
     __device__ __forceinline__ void find_block() {
         int ticket = __shfl_sync(ALL_LANES, ahead, 0);
-        move = {-1, 0};
-        if (ticket >= total) return;
-        move = mok_move_at(&p.shape, p.plan, pass, ticket);
+        next = -1;
+        if (ticket >= mok_move_total(&p.shape, &plan)) return;
+        struct mok_move move = mok_move_at(&p.shape, &plan, PASS, ticket);
+        next = move.block * MOK_BLOCK_ROWS + move.first;
         take();
     }
     __device__ __forceinline__ void find_rows() {
-        row.source = twin = -1;
-        if (move.block < 0 || lane >= p.shape.move_rows) return;
-        int r = move.block * MOK_BLOCK_ROWS + move.first + lane;
-        row = p.rows[r];
-        if (p.twin) twin = p.twin[r];
+        source = twin = -1;
+        if (next < 0 || lane >= p.shape.move_rows) return;
+        struct mok_row row = p.plan.rows[next + lane];
+        source = row.source;
+        token = row.slot / p.shape.top_k;
+        if (p.plan.twin) twin = p.plan.twin[next + lane];
     }
 
     // Behind what all lanes have stored.
     __device__ __forceinline__ void raise() {
         __syncwarp();
-        if (lane == 0 && unraised) counter_raise(unraised);
-        unraised = NULL;
+        if (lane == 0 && unraised >= 0) counter_raise(p.counters[MOK_READY] + unraised);
+        unraised = -1;
     }
 
-    // Until the rows' places in the ring are free: rows before these there have been pushed, by their down tiles. Others may
-    // wait for the rows that this warp has moved last.
+    // Until the rows' places in the ring are free. Rows before these there have been pushed by their output tiles; in
+    // backward weight gradients have read them too. Others may wait for the rows that this warp has moved last.
     __device__ __forceinline__ void wait_for_room(int block) {
-        int before = mok_block_before(&p.shape, p.plan, pass, block);
+        int before = mok_block_before(&p.shape, &plan, PASS, block);
         if (before < 0) return;
         raise();
-        if (lane == 0) mok_wait_for(p, mok_push_wait(&p.shape, before));
+        if (lane == 0) {
+            struct mok_wait waits[MOK_MOST_WAITS];
+            int count = mok_pull_waits(&p.shape, &plan, PASS, block, waits);
+            mok_wait_for(p, mok_push_wait(&p.shape, before));
+            for (int i = 0; i < count; i++)
+                if (waits[i].kind != MOK_PUSHED) mok_wait_for(p, waits[i]);
+        }
         __syncwarp();
     }
 
-    template <int AT_ONCE> __device__ __forceinline__ void copy(uint4 *to, const uint4 *from) {
-        copy_rows<AT_ONCE>(
-            to, from, p.shape.move_rows, p.shape.hidden / 8, [&] { raise(); }, [&] { find_rows(); });
+    // If another row of this rank has brought the token already, that one's copy in the ring is where it comes from.
+    __device__ __forceinline__ void look_for_twin() {
+        int block = twin / MOK_BLOCK_ROWS;
+        if (twin >= 0 && counter_read(p.counters[MOK_READY] + block) >= mok_groups(&p.shape)) {
+            source = p.shape.ranks;
+            token = (int)mok_ring_row(&p.shape, block) + twin % MOK_BLOCK_ROWS;
+        }
+        __syncwarp(); // what one lane has found ready, all read
+    }
+
+    // Where this lane's row comes from: `at` of its rank's symmetric memory, or the ring.
+    __device__ __forceinline__ const uint4 *row_at(const real *ring, size_t at) const {
+        if (source < 0) return NULL;
+        const real *rows = source == p.shape.ranks ? ring : (const real *)(p.peers.base[source] + at);
+        return (const uint4 *)(rows + (size_t)token * (size_t)p.shape.hidden);
+    }
+
+    // The ticket's rows of x or dy, which are at `at` of a rank's symmetric memory, to the ring.
+    template <class Between>
+    __device__ __forceinline__ void copy(real *ring, size_t at, int first, const Between &between) {
+        size_t to = mok_ring_row(&p.shape, first / MOK_BLOCK_ROWS) + (size_t)(first % MOK_BLOCK_ROWS);
+        copy_rows((uint4 *)(ring + to * (size_t)p.shape.hidden), row_at(ring, at), p.shape.move_rows,
+                  p.shape.hidden / 8, [&] { raise(); }, between);
     }
 
     // Until no rows are left. It waits only for rows before these in their places, whose tiles come earlier.
@@ -142,26 +157,27 @@ struct puller {
         take();
         find_block();
         find_rows();
-        while (move.block >= 0) {
-            int block = move.block;
+        while (next >= 0) {
+            int first = next, block = first / MOK_BLOCK_ROWS;
             wait_for_room(block);
-            size_t H = (size_t)p.shape.hidden, at = mok_ring_row(&p.shape, block) + (size_t)move.first;
-            const uint4 *from = pull_source(p, row, twin);
-            __syncwarp(); // what one lane has found ready, all read
-            mok_delay(p, (unsigned)(block * 128 + move.first));
+            look_for_twin();
+            mok_delay(p, (unsigned)first);
             find_block();
-            if (H / 8 > 32 * PULL_LOADS / 2)
-                copy<1>((uint4 *)(p.x_rows + at * H), from);
-            else
-                copy<2>((uint4 *)(p.x_rows + at * H), from);
-            unraised = p.counters[MOK_READY] + block;
+            auto find_next = [&] { find_rows(); };
+            if (PASS == MOK_FORWARD) {
+                copy(p.x_rows, p.x_at, first, find_next);
+            } else {
+                if (mok_pull_replays(&p.shape, PASS, block)) copy(p.x_rows, p.x_at, first, [] {});
+                copy(p.dy_rows, p.dy_at, first, find_next);
+            }
+            unraised = block;
         }
         raise();
     }
 };
 
-static __device__ __forceinline__ void pull_all(const struct mok_parameters &p, enum mok_pass pass) {
-    puller(p, pass).run();
+template <enum mok_pass PASS> static __device__ __forceinline__ void pull_all(const struct mok_parameters &p) {
+    puller<PASS>(p).run();
 }
 
 #endif

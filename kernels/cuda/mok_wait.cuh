@@ -8,14 +8,20 @@
 // Counters of tiles are raised by each half of a tile.
 enum { TILE_HALVES = 2 };
 
-// The counters that forward waits for.
+// The whole plan. Its pointers stay where parameters are, and take no registers.
+static __device__ __forceinline__ struct mok_plan mok_plan_of(const struct mok_parameters &p) {
+    struct mok_plan plan = p.plan;
+    plan.blocks = plan.device->blocks;
+    for (int pass = 0; pass < MOK_PASSES; pass++) plan.task_total[pass] = plan.device->task_total[pass];
+    return plan;
+}
+
+static_assert((int)WAIT_MOK_SHARED_ALL - (int)WAIT_MOK_READY == (int)MOK_SHARED_ALL - (int)MOK_READY,
+              "waits are named in the order of the counters");
+
 static __device__ __forceinline__ void mok_wait_for(const struct mok_parameters &p, struct mok_wait wait) {
-    enum wait_for what = wait.kind == MOK_READY     ? WAIT_MOK_READY
-                         : wait.kind == MOK_GATE_UP ? WAIT_MOK_GATE_UP
-                         : wait.kind == MOK_OUT     ? WAIT_MOK_OUT
-                                                    : WAIT_MOK_SHARED_INNER;
     counter_wait(p.counters[wait.kind] + wait.index, wait.kind == MOK_READY ? wait.value : TILE_HALVES * wait.value,
-                 p.lost, p.tickets[MOK_GIVEN_UP], what, wait.index);
+                 p.lost, p.tickets[MOK_GIVEN_UP], (enum wait_for)(WAIT_MOK_READY + wait.kind), wait.index);
 }
 
 // For tests: a pause of up to 16 microseconds before some of what is numbered.

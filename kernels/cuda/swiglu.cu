@@ -82,21 +82,24 @@ static __device__ __forceinline__ void backward_eight(const struct backward_pass
                                                       float weight, float *pairs) {
     const real *from = p.gate_up + row * 2 * p.I;
     real *to = p.d_gate_up + row * 2 * p.I;
-    float g[8], u[8], d[8], parts[8];
+    float g[8], u[8], d[8];
     read_eight<ALIGNED>(g, from, column, p.I);
     read_eight<ALIGNED>(u, from + p.I, column, p.I);
     read_eight<ALIGNED>(d, p.d_hidden + row * p.I, column, p.I);
-    for (int i = 0; i < 8; i++) {
-        struct swiglu_gradient gradient = swiglu_gradient_of(d[i], g[i], u[i], weight);
-        g[i] = gradient.dg;
-        u[i] = gradient.du;
-        d[i] = gradient.hidden;
-        parts[i] = gradient.d_weight;
+    for (int i = 0; i < 8; i += 2) {
+        struct swiglu_gradient even = swiglu_gradient_of(d[i], g[i], u[i], weight);
+        struct swiglu_gradient odd = swiglu_gradient_of(d[i + 1], g[i + 1], u[i + 1], weight);
+        pairs[i / 2] = swiglu_pair(even, d[i], odd, d[i + 1]);
+        g[i] = even.dg;
+        u[i] = even.du;
+        d[i] = even.hidden;
+        g[i + 1] = odd.dg;
+        u[i + 1] = odd.du;
+        d[i + 1] = odd.hidden;
     }
     write_eight<ALIGNED>(to, g, column, p.I);
     write_eight<ALIGNED>(to + p.I, u, column, p.I);
     write_eight<ALIGNED>(p.hidden + row * p.I, d, column, p.I);
-    for (int q = 0; q < 4; q++) pairs[q] = __fadd_rn(parts[2 * q], parts[2 * q + 1]);
 }
 
 template <bool ALIGNED>

@@ -23,26 +23,32 @@ static __device__ __forceinline__ float swiglu_hidden(float g, float u, float we
 
 struct swiglu_gradient {
     float dg, du, hidden;
-    float d_weight; // this column's part of the weight's gradient
+    float activation; // hidden without the weight: the weight's gradient is the sum of d_hidden times this
 };
 
 static __device__ __forceinline__ struct swiglu_gradient swiglu_gradient_of(float d_hidden, float g, float u,
                                                                             float weight) {
     float sigma = swiglu_sigmoid(g), silu = __fmul_rn(g, sigma);
-    float d_activation = __fmul_rn(weight, d_hidden), activation = __fmul_rn(silu, u);
-    // silu' = sigma (1 + g (1 - sigma))
-    float slope = __fmul_rn(sigma, __fadd_rn(1.0f, __fmul_rn(g, __fsub_rn(1.0f, sigma))));
+    float d_activation = __fmul_rn(weight, d_hidden);
+    // silu' = sigma (1 + g (1 - sigma)) = sigma + silu - silu sigma
+    float slope = __fmaf_rn(-silu, sigma, __fadd_rn(silu, sigma));
     struct swiglu_gradient result;
+    result.activation = __fmul_rn(silu, u);
     result.du = __fmul_rn(d_activation, silu);
     result.dg = __fmul_rn(__fmul_rn(d_activation, u), slope);
-    result.hidden = __fmul_rn(weight, activation);
-    result.d_weight = __fmul_rn(d_hidden, activation);
+    result.hidden = __fmul_rn(weight, result.activation);
     return result;
+}
+
+// What two neighbouring columns, the even one first, add to the weight's gradient.
+static __device__ __forceinline__ float swiglu_pair(const struct swiglu_gradient &even, float d_even,
+                                                    const struct swiglu_gradient &odd, float d_odd) {
+    return __fmaf_rn(d_odd, odd.activation, __fmul_rn(d_even, even.activation));
 }
 
 // The order of a gate gradient's sum over one chunk of GATE_GRADIENT_COLUMNS (128) columns, that of a tensor core's
 // accumulator, where lane q of four has columns 8 j + 2 q and 8 j + 2 q + 1:
-//   1. pair (j, q) = the sum of these two columns, the even one first
+//   1. pair (j, q) = these two columns (swiglu_pair)
 //   2. for every q, the 16 pairs by halves: j + (j + 8), then + 4, + 2, + 1
 //   3. (q0 + q1) + (q2 + q3)
 // Columns beyond the row count as zeros. The chunks' sums are then added to 0 in ascending order.

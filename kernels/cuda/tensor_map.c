@@ -46,16 +46,25 @@ CUtensorMap tensor_map_matrix(const real *x, size_t rows, size_t columns, size_t
     return map;
 }
 
-CUtensorMap tensor_map_matrix_accum(accum *x, size_t count, size_t rows, size_t columns) {
+static CUtensorMap map_matrices(void *x, CUtensorMapDataType type, size_t size, size_t count, size_t rows,
+                                size_t columns, int box_columns) {
     CUtensorMap map;
-    cuuint64_t sizes[3] = {columns, rows, count},
-               strides[2] = {columns * sizeof(accum), rows * columns * sizeof(accum)};
-    cuuint32_t box[3] = {ACCUM_BOX_COLUMNS, MATRIX_BOX, 1}, steps[3] = {1, 1, 1};
-    CUresult code = find_encode()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 3, x, sizes, strides, box, steps,
-                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    cuuint64_t sizes[3] = {columns, rows, count}, strides[2] = {columns * size, rows * columns * size};
+    cuuint32_t box[3] = {(cuuint32_t)box_columns, MATRIX_BOX, 1}, steps[3] = {1, 1, 1};
+    CUresult code = find_encode()(&map, type, 3, x, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (code != CUDA_SUCCESS)
-        fail_internal("tensor map", "cuTensorMapEncodeTiled gave code %d for %zu x %zu x %zu sums at %p", (int)code,
-                      count, rows, columns, (void *)x);
+        fail_internal("tensor map",
+                      "cuTensorMapEncodeTiled gave code %d for %zu x %zu x %zu elements of %zu bytes at %p", (int)code,
+                      count, rows, columns, size, x);
     return map;
+}
+
+CUtensorMap tensor_map_matrices(const real *x, size_t count, size_t rows, size_t columns) {
+    return map_matrices((void *)x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, sizeof *x, count, rows, columns, MATRIX_BOX);
+}
+
+CUtensorMap tensor_map_matrices_accum(accum *x, size_t count, size_t rows, size_t columns) {
+    return map_matrices(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, sizeof *x, count, rows, columns, ACCUM_BOX_COLUMNS);
 }

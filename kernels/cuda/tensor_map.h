@@ -27,11 +27,14 @@ CUtensorMap tensor_map_heads(struct head_array a, int rows);
 enum { MATRIX_BOX = 64 };
 CUtensorMap tensor_map_matrix(const real *x, size_t rows, size_t columns, size_t row_stride);
 
-// `count` matrices of sums, one after the other; columns is a multiple of 4, x at a multiple of 16 bytes. Boxes of 32
-// columns and 64 rows of one matrix, coordinates (column, row, matrix), each row in 128 swizzled bytes; nothing is stored
-// outside of a matrix.
+// `count` matrices, one after the other; columns is a multiple of 8. Boxes as those of tensor_map_matrix of one matrix,
+// coordinates (column, row, matrix): what lies outside of it is zero.
+CUtensorMap tensor_map_matrices(const real *x, size_t count, size_t rows, size_t columns);
+
+// The same of sums; columns is a multiple of 4. Boxes of 32 columns and 64 rows of one matrix; nothing is stored outside of
+// a matrix.
 enum { ACCUM_BOX_COLUMNS = 32 };
-CUtensorMap tensor_map_matrix_accum(accum *x, size_t count, size_t rows, size_t columns);
+CUtensorMap tensor_map_matrices_accum(accum *x, size_t count, size_t rows, size_t columns);
 
 #ifdef __cplusplus
 }

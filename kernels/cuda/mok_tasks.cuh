@@ -1,0 +1,194 @@
+// What the megakernel's two passes have in common: where a task's rows are and what it waits for, gate and up, rows that
+// are pushed, and how a pass begins.
+#ifndef MOK_KERNELS_CUDA_MOK_TASKS_CUH
+#define MOK_KERNELS_CUDA_MOK_TASKS_CUH
+
+#include "kernels/cuda/mok_pull.cuh"
+#include "kernels/cuda/tile.cuh"
+
+// A task of the plan, with what its loader finds out for all who work on it.
+struct alignas(16) mok_work {
+    struct mok_task task;
+    int32_t row;   // first one in the task's matrices: of the ring, or of own tokens
+    int32_t steps; // of TILE_DEPTH terms
+    int32_t added; // a weight gradient that goes on from the present one
+};
+
+static_assert((int)MOK_BLOCK_ROWS == (int)TILE_ROWS && (int)MOK_D_WEIGHT_ROWS == (int)TILE_ROWS,
+              "a block is a tile's rows");
+static_assert(2 * (int)MOK_GATE_UP_COLUMNS == (int)TILE_COLUMNS && (int)MOK_D_HIDDEN_COLUMNS == (int)TILE_COLUMNS &&
+                  (int)MOK_OUT_COLUMNS == (int)TILE_COLUMNS && (int)MOK_D_WEIGHT_COLUMNS == (int)TILE_COLUMNS,
+              "the plan's columns are a tile's");
+static_assert((int)MOK_BLOCK_ROWS % (int)TILE_DEPTH == 0, "a block's rows are whole steps of a weight gradient");
+
+enum { RESULT_CHUNKS = TILE_COLUMNS / CHUNK_COLUMNS };
+
+static __device__ __forceinline__ bool is_gate_up(const struct mok_task &task) {
+    return task.kind == MOK_TASK_GATE_UP || task.kind == MOK_TASK_SHARED_GATE_UP;
+}
+static __device__ __forceinline__ bool is_d_hidden(const struct mok_task &task) {
+    return task.kind == MOK_TASK_D_HIDDEN || task.kind == MOK_TASK_SHARED_D_HIDDEN;
+}
+static __device__ __forceinline__ bool is_d_w2(const struct mok_task &task) {
+    return task.kind == MOK_TASK_D_W2 || task.kind == MOK_TASK_SHARED_D_W2;
+}
+static __device__ __forceinline__ bool is_d_weights(const struct mok_task &task) {
+    return is_d_w2(task) || task.kind == MOK_TASK_D_W13 || task.kind == MOK_TASK_SHARED_D_W13;
+}
+
+static __device__ __forceinline__ const struct mok_maps &maps_of(const struct mok_parameters &p,
+                                                                 const struct mok_task &task) {
+    return task.expert < 0 ? p.shared : p.routed;
+}
+
+// ---- by the loader ----
+
+// Of a weight gradient: the rows that it sums over. Where there are none and zeros are to be stored, a step of rows behind
+// the last, which are loaded as zeros.
+static __device__ __forceinline__ void find_terms(const struct mok_parameters &p, const struct mok_plan &plan,
+                                                  struct mok_work *w) {
+    int e = w->task.expert;
+    w->added = !p.first_use;
+    if (e < 0) {
+        w->row = 0;
+        w->steps = mok_ceil(plan.tokens, TILE_DEPTH);
+    } else {
+        struct mok_stretch blocks = mok_expert_stretch(&p.shape, &plan, e, w->task.block);
+        w->row = (int)mok_ring_row(&p.shape, blocks.first);
+        w->steps = (blocks.end - blocks.first) * (MOK_BLOCK_ROWS / TILE_DEPTH);
+        if (w->steps > 0 && blocks.first > plan.expert_block[e]) w->added = 1;
+    }
+    if (w->steps > 0 || w->added) return;
+    w->row = e < 0 ? 1 : p.shape.ring_rows; // without tokens their matrices have one row (mok_run.c)
+    w->steps = 1;
+}
+
+static __device__ __forceinline__ struct mok_work
+mok_work_at(const struct mok_parameters &p, const struct mok_plan &plan, enum mok_pass pass, int number) {
+    if (number >= plan.task_total[pass]) return {{-1, 0, 0, 0}, 0, 0, 0};
+    int4 words = __ldg((const int4 *)plan.tasks[pass] + number);
+    struct mok_work w = {{words.x, words.y, words.z, words.w}, 0, 0, 0};
+    if (is_d_weights(w.task)) {
+        find_terms(p, plan, &w);
+        return w;
+    }
+    int I = maps_of(p, w.task).inner, H = p.shape.hidden;
+    w.row = w.task.expert < 0 ? w.task.block * MOK_BLOCK_ROWS : (int)mok_ring_row(&p.shape, w.task.block);
+    w.steps = mok_ceil(is_gate_up(w.task) || is_d_hidden(w.task) ? H : pass == MOK_FORWARD ? I : 2 * I, TILE_DEPTH);
+    return w;
+}
+
+// Until a task's factors are there.
+static __device__ __forceinline__ void wait_for_factors(const struct mok_parameters &p, const struct mok_plan &plan,
+                                                        enum mok_pass pass, const struct mok_task &task) {
+    struct mok_wait waits[MOK_MOST_WAITS];
+    int count = mok_task_waits(&p.shape, &plan, pass, task, waits);
+    mok_delay(p, (unsigned)(task.kind * 31 + task.block * 7 + task.tile));
+    for (int i = 0; i < count; i++) mok_wait_for(p, waits[i]);
+    copies_fence();
+}
+
+// Gate and up of the same columns, side by side.
+static __device__ __forceinline__ struct tile_factors gate_up_factors(const struct mok_maps &maps,
+                                                                      const struct mok_work &w) {
+    struct tile_factors f = {&maps.x, &maps.w13, w.steps, w.row};
+    f.b_row = w.task.tile * MOK_GATE_UP_COLUMNS;
+    f.b_row_2 = f.b_row + maps.inner;
+    f.b_matrix = max(w.task.expert, 0);
+    return f;
+}
+
+// Of y = hidden W2, or dx = d_gate_up W13.
+static __device__ __forceinline__ struct tile_factors out_factors(const CUtensorMap *rows, const CUtensorMap *weights,
+                                                                  const struct mok_work &w) {
+    struct tile_factors f = {rows, weights, w.steps, w.row};
+    f.b_column = w.task.tile * MOK_OUT_COLUMNS;
+    f.b_matrix = max(w.task.expert, 0);
+    return f;
+}
+
+// ---- by a storer ----
+
+struct mok_storer {
+    const struct mok_parameters &p;
+    struct tile_storer<struct mok_work> tile;
+    const bool rings; // rows' places in the ring are used again: others wait until these are done
+
+    __device__ __forceinline__ mok_storer(const struct mok_parameters &p, struct tile_shared<struct mok_work> *shared,
+                                          int half)
+        : p(p), tile(shared, p.lost, half), rings(p.plan.device->blocks > mok_ring_blocks(&p.shape)) {}
+
+    __device__ __forceinline__ void raise(const struct mok_task &task) {
+        struct mok_wait signals[MOK_MOST_WAITS];
+        int count = mok_task_signals(task, signals);
+        for (int i = 0; i < count; i++) counter_raise(p.counters[signals[i].kind] + signals[i].index);
+    }
+
+    // When all that this lane has stored is in memory.
+    __device__ __forceinline__ void raise_written(const struct mok_task &task) {
+        if (tile.lane > 0) return;
+        bulk_wait_written();
+        copies_fence();
+        raise(task);
+    }
+
+    // Of each 64 columns gate and up, and in forward hidden.
+    template <bool HIDDEN> __device__ __forceinline__ void gate_up(const struct mok_work &w) {
+        const int each = HIDDEN ? 3 : 2;
+        const struct mok_maps &maps = maps_of(p, w.task);
+        int row = w.row + tile.half * HALF_ROWS;
+        tile.store_boxes(each * MOK_GATE_UP_COLUMNS / CHUNK_COLUMNS, [&](int chunk, uint32_t from) {
+            const CUtensorMap *map = chunk % each == 0 ? &maps.gate : chunk % each == 1 ? &maps.up : &maps.hidden;
+            tma_store(map, w.task.tile * MOK_GATE_UP_COLUMNS + chunk / each * CHUNK_COLUMNS, row, from);
+        });
+        raise_written(w.task);
+    }
+
+    // Of the shared expert.
+    __device__ __forceinline__ void own_rows(const struct mok_work &w) {
+        tile.store_boxes(RESULT_CHUNKS, [&](int chunk, uint32_t from) {
+            tma_store(&p.shared.out, w.task.tile * MOK_OUT_COLUMNS + chunk * CHUNK_COLUMNS,
+                      w.row + tile.half * HALF_ROWS, from);
+        });
+    }
+
+    __device__ __forceinline__ const struct mok_row *rows_of(const struct mok_task &task) const {
+        return p.plan.rows + (size_t)task.block * MOK_BLOCK_ROWS + tile.half * HALF_ROWS;
+    }
+
+    // Rows to the slots of their tokens.
+    __device__ __forceinline__ void push(const struct mok_task &task) {
+        const struct mok_row *rows = rows_of(task);
+        int H = p.shape.hidden, column = task.tile * MOK_OUT_COLUMNS;
+        tile.store_rows(RESULT_CHUNKS, H - column, [&](int r) -> real * {
+            struct mok_row row = rows[r];
+            if (row.source < 0) return NULL;
+            return (real *)(p.peers.base[row.source] + p.slots_at) + (size_t)row.slot * (size_t)H + column;
+        });
+    }
+};
+
+// ---- the kernel ----
+
+// Whether this block is one of those that pull before they multiply: by the order in which blocks begin, so that those
+// that do are there.
+static __device__ __forceinline__ bool pulls_first(const struct mok_parameters &p,
+                                                   struct tile_shared<struct mok_work> *shared) {
+    int *arrival = &shared->tasks[0].row; // nobody uses it yet
+    if (threadIdx.x == 0) *arrival = atomicAdd(p.tickets[MOK_ARRIVED], 1);
+    __syncthreads();
+    bool first = *arrival < p.comm_workers;
+    __syncthreads();
+    return first;
+}
+
+template <auto KERNEL> static void launch_pass(const struct mok_parameters *p, int blocks) {
+    const size_t bytes = sizeof(struct tile_shared<struct mok_work>);
+    static bool prepared;
+    if (!prepared) cuda_check(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    prepared = true;
+    KERNEL<<<(unsigned)blocks, TILE_THREADS, bytes, cuda_stream()>>>(*p);
+    cuda_check_launch();
+}
+
+#endif
