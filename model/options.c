@@ -92,7 +92,7 @@ static const struct flag flags[] = {
     {RATE, "adam-eps", "X", MEMBER(adam_eps), SMALL, MANY, FIXED, "AdamW: added to the root of the second moment"},
 
     {RANKS, "ep", "N", MEMBER(ep), 0, MANY, START, "ranks that share one set of experts (an EP group), a divisor of all ranks; 0: the most that one host and the experts allow"},
-    {RANKS, "moe", "mok|alltoall", MEMBER(moe.kind), 0, 0, START, "how the ranks of a group exchange tokens: the megakernel (in a build for GPUs forward alone so far, for --generate and --evaluate), or all-to-all around grouped products"},
+    {RANKS, "moe", "mok|alltoall", MEMBER(moe.kind), 0, 0, START, "how the ranks of a group exchange tokens: the megakernel (of a build for GPUs only that for Hopper has it), or all-to-all around grouped products"},
     {RANKS, "workers", "N", MEMBER(moe.workers), 0, MANY, START, "mok: workers of a rank: threads, on a GPU thread blocks; 0: as many threads as compute elsewhere, on a GPU one block for each multiprocessor"},
     {RANKS, "comm-workers", "N", MEMBER(moe.comm_workers), 0, MANY, START, "mok: of these, workers that only move rows; 0: each one moves and multiplies"},
     {RANKS, "minibatch-rows", "N", MEMBER(moe.minibatch_rows), 0, MANY, START, "mok: rows of one phase, a multiple of 128; 0: chosen"},
@@ -326,7 +326,7 @@ bool options_set_preset(struct options *o, const char *name) {
         .tokens_per_step = p->tokens_per_step,
         .steps = p->steps,
         .seed = 1337,
-        .moe = {.kind = mok_available(MOK_BACKWARD) ? MOE_MOK : MOE_ALLTOALL,
+        .moe = {.kind = mok_available() ? MOE_MOK : MOE_ALLTOALL,
                 .alltoall_chunks = 1,
                 .expert_gemm = grouped_matmul_available(GROUPED_CUBLASLT) ? GROUPED_CUBLASLT : GROUPED_OWN},
         .timeout = 300,
@@ -392,12 +392,9 @@ static void settle_batch(struct options *o, int ranks) {
 
 // What only another build has.
 static void check_build(const struct options *o) {
-    bool mok = o->moe.kind == MOE_MOK, training = !o->generate && !o->evaluate && !o->plan && !o->device;
-    if (mok && !mok_available(MOK_FORWARD))
-        fail_user("--moe", "found mok, which this build for GPUs does not have; use --moe alltoall");
-    if (mok && training && !mok_available(MOK_BACKWARD))
-        fail_user("--moe", "found mok in a training run, for which this build for GPUs has no backward pass yet; use "
-                           "--moe alltoall (mok is there for --generate and --evaluate)");
+    if (o->moe.kind == MOE_MOK && !mok_available())
+        fail_user("--moe", "found mok, which this build for GPUs does not have (that for Hopper does); use --moe "
+                           "alltoall");
     if (grouped_matmul_available(o->moe.expert_gemm)) return;
     bool own = o->moe.expert_gemm == GROUPED_OWN;
     fail_user("--expert-gemm", "found %s, which this build for %s does not have; use --expert-gemm %s",

@@ -145,7 +145,8 @@ def view_pass(path, tracks, layer, direction):
             cut.events = [e for e in track.events if begin <= (e.begin + e.end) / 2 <= end and e.layer == layer]
             shown.append(cut)
     if not any(track.events for track in shown):
-        fail(path, f"found no events of workers in layer {layer}, {direction}, wanted some; train with --moe mok")
+        fail(path, f"found no events of workers in layer {layer}, {direction}, wanted some; train CPU ranks "
+                   "with --moe mok (a GPU's workers record nothing)")
     count = max(len(events) for events in passes[layer].values())
     title = f"layer {layer}, {direction}" + (f", first of {count} micro-batches" if count > 1 else "")
     return View(title, shown, windows)
