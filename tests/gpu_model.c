@@ -25,7 +25,7 @@ static const struct tolerance EXPERT_GRADIENT = {1e-1, INFINITY, 1e-6};
 // The router's: of normalized gates only differences between a token's experts are left.
 static const struct tolerance ROUTER_GRADIENT = {2.5e-1, INFINITY, 1e-6};
 // Mean of many losses: single ones are off by 1e-3 to 1e-2, with either sign.
-static const double LOSS = 2e-3;
+static const double LOSS = 2e-3, SINGLE_LOSS = 1e-2;
 // With the router's own choice: a few tokens go elsewhere.
 static const double LEARNED_LOSS = 5e-3;
 
@@ -44,6 +44,8 @@ static const struct model_case cases[] = {
     {"one token", "unit", 1, 1, -1, -1},
 };
 enum { CASES = sizeof cases / sizeof *cases };
+
+static double loss_limit(const struct model_case *k) { return k->batch * k->seq == 1 ? SINGLE_LOSS : LOSS; }
 
 static struct config config_of(const struct model_case *k) {
     struct config c = preset_find(k->preset)->model;
@@ -131,22 +133,39 @@ static void check_repeats(struct model *m, struct batch batch, const struct step
     free(second);
 }
 
-static void case_gradient(const struct model_case *k, enum moe_route route, const char *route_name) {
-    if (!scene_begin("model gradient", 0, "%s, %s", k->name, route_name)) return;
+static bool begin_gradient(const struct model_case *k, const char *route_name, const struct moe_settings *moe) {
+    if (moe->kind == MOE_ALLTOALL) return scene_begin("model gradient", 0, "%s, %s", k->name, route_name);
+    return scene_begin("model gradient mok", 0, "%s, %s, recompute %d, ring %d", k->name, route_name, moe->recompute,
+                       moe->ring_rows);
+}
+
+static void case_gradient(const struct model_case *k, const char *route_name, struct moe_settings moe) {
+    if (!begin_gradient(k, route_name, &moe)) return;
     struct config c = config_of(k);
     struct model m;
-    open_model(&m, &c, k->batch, k->seq, true, &(struct moe_settings){.kind = MOE_ALLTOALL, .route = route});
+    open_model(&m, &c, k->batch, k->seq, true, &moe);
     int32_t *tokens = make_tokens(&c, k->batch, k->seq);
     struct batch batch = {tokens, k->batch, k->seq, 0};
     struct step_totals totals = {0};
     model_add_totals(&totals, &c, batch);
     model_begin_gradients(&m);
     model_gradient(&m, batch, &totals);
-    compare_losses(&m, model_take_losses(&m), &totals, LOSS);
+    compare_losses(&m, model_take_losses(&m), &totals, loss_limit(k));
     compare_gradients(&m);
     if (!scene.recording) check_repeats(&m, batch, &totals);
     free(tokens);
     model_close(&m);
+}
+
+static void case_gradients(const struct model_case *k, struct moe_settings moe) {
+    static const struct {
+        enum moe_route route;
+        const char *name;
+    } routes[] = {{ROUTE_BALANCED, "balanced"}, {ROUTE_W2, "hot rank"}, {ROUTE_W4, "ragged"}};
+    for (size_t i = 0; i < sizeof routes / sizeof *routes; i++) {
+        moe.route = routes[i].route;
+        case_gradient(k, routes[i].name, moe);
+    }
 }
 
 static void case_learned(const struct model_case *k) {
@@ -175,9 +194,22 @@ static void case_megakernel(const struct model_case *k) {
     struct batch batch = {tokens, k->batch, k->seq, 0};
     struct step_totals totals = {0};
     model_add_totals(&totals, &c, batch);
-    compare_losses(&m, model_evaluate(&m, batch), &totals, LOSS);
+    compare_losses(&m, model_evaluate(&m, batch), &totals, loss_limit(k));
     free(tokens);
     model_close(&m);
+}
+
+// Its memory is used by one layer after the other, and again in backward. The first case has all levels, each other one its
+// own. Small rings hold a part of a micro-batch.
+static void run_megakernel(int i) {
+    case_megakernel(&cases[i]);
+    for (int level = RECOMPUTE_NONE; level <= RECOMPUTE_BLOCK; level++)
+        if (i == 0 || i % (RECOMPUTE_BLOCK + 1) == level)
+            case_gradients(&cases[i], (struct moe_settings){.kind = MOE_MOK, .recompute = (enum recompute)level});
+    struct moe_settings ring = {.kind = MOE_MOK, .ring_rows = MOK_BLOCK_ROWS, .route = ROUTE_W4};
+    case_gradient(&cases[i], "ragged", ring);
+    ring.recompute = RECOMPUTE_MOE;
+    case_gradient(&cases[i], "ragged", ring);
 }
 
 // ---- the MoE layer ----
@@ -239,35 +271,84 @@ static void put_layer(struct model *m, int N, enum load load) {
     free(gates);
 }
 
+// dx, the gates' gradients and those of all weights, with the gradient of the output in acts.dx.
+static void layer_backward(struct model *m, int N) {
+    m->first_use = true;
+    moe_backward(m, m->config.dense_layers, m->acts.d_norm, m->acts.d_gates, m->acts.dx, N);
+}
+
+static void compare_backward(const struct model *m, int N) {
+    const struct config *c = &m->config;
+    const struct block_offsets *w = &m->params.blocks[c->dense_layers];
+    size_t n = (size_t)N, H = (size_t)c->hidden, slots = n * (size_t)c->top_k, experts = (size_t)c->experts;
+    size_t I = (size_t)c->expert_intermediate, S = (size_t)config_shared_intermediate(c);
+    compare_real("dx", m->acts.d_norm, n * H, H, LAYER);
+    compare_accum("d_gates", m->acts.d_gates, slots, slots, LAYER);
+    compare_accum("experts' W13", m->grads + w->expert_w13, experts * 2 * I * H, 2 * I * H, LAYER);
+    compare_accum("experts' W2", m->grads + w->expert_w2, experts * I * H, I * H, LAYER);
+    if (!S) return;
+    compare_accum("shared W13", m->grads + w->shared_w13, 2 * S * H, H, LAYER);
+    compare_accum("shared W2", m->grads + w->shared_w2, S * H, H, LAYER);
+}
+
 static void case_layer(const char *preset, int N, enum load load, bool shared) {
     if (!scene_begin("moe layer", 0, "%s, %d tokens, %s, shared %d", preset, N, load_names[load], shared)) return;
     struct config c = layer_config(preset, shared);
     struct model m;
     open_model(&m, &c, 1, N > 0 ? N : 1, true, &(struct moe_settings){.kind = MOE_ALLTOALL});
-    int block = c.dense_layers, E = c.experts;
-    struct block_activations *a = &m.acts.blocks[block];
-    size_t n = (size_t)N, H = (size_t)c.hidden, slots = n * (size_t)c.top_k;
+    size_t n = (size_t)N, H = (size_t)c.hidden;
     put_layer(&m, N, load);
     put_normals(m.acts.dx, n * H, 1);
-    moe_forward(&m, block, m.acts.output, a->middle, N);
+    moe_forward(&m, c.dense_layers, m.acts.output, m.acts.blocks[c.dense_layers].middle, N);
     compare_real("y", m.acts.output, n * H, H, LAYER);
-    m.first_use = true;
-    moe_backward(&m, block, m.acts.d_norm, m.acts.d_gates, m.acts.dx, N);
-    compare_real("dx", m.acts.d_norm, n * H, H, LAYER);
-    compare_accum("d_gates", m.acts.d_gates, slots, slots, LAYER);
-    const struct block_offsets *w = &m.params.blocks[block];
-    size_t experts = (size_t)E, I = (size_t)c.expert_intermediate, S = (size_t)config_shared_intermediate(&c);
-    compare_accum("experts' W13", m.grads + w->expert_w13, experts * 2 * I * H, 2 * I * H, LAYER);
-    compare_accum("experts' W2", m.grads + w->expert_w2, experts * I * H, I * H, LAYER);
-    if (shared) {
-        compare_accum("shared W13", m.grads + w->shared_w13, 2 * S * H, H, LAYER);
-        compare_accum("shared W2", m.grads + w->shared_w2, S * H, H, LAYER);
-    }
+    layer_backward(&m, N);
+    compare_backward(&m, N);
     model_close(&m);
 }
 
-// The megakernel's forward pass, in a model that is trained and in one that is not, with the ring that is chosen and
-// with one of `ring_rows`, which has many macrobatches. A pass over fewer tokens in between changes nothing.
+// What a pass forward and one backward give: y, dx, gates' gradients, weights' gradients.
+struct results {
+    void *y, *dx, *d_gates, *grads;
+};
+
+static struct results copy_results(const struct model *m, int N) {
+    size_t n = (size_t)N, rows = sizeof(real) * n * (size_t)m->config.hidden;
+    struct results r = {.y = copy_out(m->acts.output, rows)};
+    if (!m->grads) return r;
+    r.dx = copy_out(m->acts.d_norm, rows);
+    r.d_gates = copy_out(m->acts.d_gates, sizeof(accum) * n * (size_t)m->config.top_k);
+    r.grads = copy_out(m->grads, sizeof(accum) * m->params.size);
+    return r;
+}
+
+static void free_results(struct results r) {
+    free(r.y);
+    free(r.dx);
+    free(r.d_gates);
+    free(r.grads);
+}
+
+static void compare_again(const struct model *m, int N, struct results first) {
+    struct results again = copy_results(m, N);
+    size_t n = (size_t)N, rows = sizeof(real) * n * (size_t)m->config.hidden;
+    const char *other = "the second run gave other bytes";
+    if (memcmp(first.y, again.y, rows) != 0) scene_fail("y", "%s", other);
+    if (m->grads) {
+        if (memcmp(first.dx, again.dx, rows) != 0) scene_fail("dx", "%s", other);
+        if (memcmp(first.d_gates, again.d_gates, sizeof(accum) * n * (size_t)m->config.top_k) != 0)
+            scene_fail("d_gates", "%s", other);
+        if (memcmp(first.grads, again.grads, sizeof(accum) * m->params.size) != 0) scene_fail("gradients", "%s", other);
+    }
+    free_results(again);
+}
+
+static void layer_passes(struct model *m, int N) {
+    moe_forward(m, m->config.dense_layers, m->acts.output, m->acts.blocks[m->config.dense_layers].middle, N);
+    if (m->grads) layer_backward(m, N);
+}
+
+// The megakernel's passes, in a model that is trained and in one that is not, with the ring that is chosen and with one
+// of `ring_rows`, which has many macrobatches. Passes over fewer tokens in between change nothing.
 static void case_layer_mok(const char *preset, int N, enum load load, bool shared, bool training, int ring_rows) {
     if (!scene_begin("moe layer mok", 0, "%s, %d tokens, %s, shared %d, training %d, ring %d", preset, N,
                      load_names[load], shared, training, ring_rows))
@@ -275,21 +356,27 @@ static void case_layer_mok(const char *preset, int N, enum load load, bool share
     struct config c = layer_config(preset, shared);
     struct model m;
     open_model(&m, &c, 1, N > 0 ? N : 1, training, &(struct moe_settings){.kind = MOE_MOK, .ring_rows = ring_rows});
-    int block = c.dense_layers;
-    const real *residual = m.acts.blocks[block].middle;
-    size_t n = (size_t)N, H = (size_t)c.hidden, bytes = sizeof(real) * n * H;
+    size_t n = (size_t)N, H = (size_t)c.hidden;
     put_layer(&m, N, load);
-    moe_forward(&m, block, m.acts.output, residual, N);
+    if (training) {
+        put_normals(m.acts.dx, n * H, 1);
+        poison_gradients(m.grads, &m.params);
+    }
+    layer_passes(&m, N);
     compare_real("y", m.acts.output, n * H, H, LAYER);
+    if (training) compare_backward(&m, N);
     if (!scene.recording) {
-        void *first = copy_out(m.acts.output, bytes);
-        moe_forward(&m, block, m.acts.output, residual, N / 2);
-        device_zero(m.acts.output, bytes);
-        moe_forward(&m, block, m.acts.output, residual, N);
-        void *again = copy_out(m.acts.output, bytes);
-        if (memcmp(first, again, bytes) != 0) scene_fail("y", "the second run gave other bytes");
-        free(first);
-        free(again);
+        struct results first = copy_results(&m, N);
+        layer_passes(&m, N / 2);
+        device_zero(m.acts.output, sizeof(real) * n * H);
+        if (training) {
+            device_zero(m.acts.d_norm, sizeof(real) * n * H);
+            device_zero(m.acts.d_gates, sizeof(accum) * n * (size_t)c.top_k);
+            poison_gradients(m.grads, &m.params);
+        }
+        layer_passes(&m, N);
+        compare_again(&m, N, first);
+        free_results(first);
     }
     model_close(&m);
 }
@@ -297,14 +384,17 @@ static void case_layer_mok(const char *preset, int N, enum load load, bool share
 // Where this build has it.
 static void run_layers_mok(void) {
     static const char *const presets_of_layers[] = {"unit", "unit-12", "unit-128"};
-    if (!mok_available(MOK_FORWARD)) return;
+    if (!mok_available()) return;
     for (int p = 0; p < 3; p++)
         for (enum load load = 0; load < LOADS && !(scene.tiny && p > 0); load++) {
-            case_layer_mok(presets_of_layers[p], 97, load, load % 2 == 0, load % 2 == 1, 0);
-            if (!scene.small) case_layer_mok(presets_of_layers[p], 512, load, true, load % 2 == 0, MOK_BLOCK_ROWS);
+            case_layer_mok(presets_of_layers[p], 97, load, load % 2 == 0, true, 0);
+            case_layer_mok(presets_of_layers[p], 97, load, load % 2 == 1, false, 0);
+            if (!scene.small) case_layer_mok(presets_of_layers[p], 512, load, true, true, MOK_BLOCK_ROWS);
         }
-    case_layer_mok("tiny", 1, LOAD_EVEN, true, false, 0);
-    case_layer_mok("unit", 0, LOAD_EVEN, true, false, 0);
+    for (int training = 0; training < 2; training++) {
+        case_layer_mok("tiny", 1, LOAD_EVEN, true, training, 0);
+        case_layer_mok("unit", 0, LOAD_EVEN, true, training, 0);
+    }
 }
 
 int main(int argc, char **argv) {
@@ -324,11 +414,9 @@ int main(int argc, char **argv) {
     run_layers_mok();
     for (int i = 0; i < CASES; i++) {
         if (i > 0 && (scene.tiny || (scene.small && i % 4 != 0))) continue;
-        case_gradient(&cases[i], ROUTE_BALANCED, "balanced");
-        case_gradient(&cases[i], ROUTE_W2, "hot rank");
-        case_gradient(&cases[i], ROUTE_W4, "ragged");
+        case_gradients(&cases[i], (struct moe_settings){.kind = MOE_ALLTOALL});
         case_learned(&cases[i]);
-        if (mok_available(MOK_FORWARD)) case_megakernel(&cases[i]);
+        if (mok_available()) run_megakernel(i);
     }
     int code = scene_finish();
     comm_stop();

@@ -1,5 +1,5 @@
-// What must hold of the megakernel's forward pass: beside the numbers, the plan, what stays for the backward pass, and
-// what nobody may write.
+// What must hold of the megakernel's passes: bits, numbers against the record, the plan, what stays for the backward pass,
+// and what nobody may write.
 #ifndef MOK_TESTS_GPU_MOK_CHECKS_H
 #define MOK_TESTS_GPU_MOK_CHECKS_H
 
@@ -13,6 +13,27 @@
 // 6.5e-3, and its own rounding, 2e-3, makes 8.5e-3. Twice that.
 static const struct tolerance FORWARD = {6e-3, 1.6e-2, 0};
 
+// Backward: gate, up and d hidden are rounded before d gate, d up and hidden are made of them, and rounded themselves, so
+// that a gradient of theirs is off by what an output of forward is (tests/rounding.c measures 3.6e-3 of a slot, 4.2e-3 of
+// dx, 3.2e-3 of a gate's gradient, 3.3e-3 of a weight's and 3.8e-3 of one of a single token).
+static const struct tolerance GRADIENT = {6e-3, 1.6e-2, 0};
+// A weight's gradient from one token is that token's row times numbers of which one may be far smaller than what it was
+// made of: where silu has no slope (3.4e-2 measured).
+static const struct tolerance GRADIENT_OF_WEIGHT = {6e-3, 1e-1, 0};
+
+// A gate's gradient is a sum of I products, of about 0.6 sqrt(H) over many; a few may all be small, since the products
+// cancel (one off by 1.7e-2 measured, of two).
+static inline struct tolerance gradient_of_gates(size_t n, int H) {
+    struct tolerance t = with_floor(GRADIENT, 0.6 * sqrt(H));
+    if (n < FEW_ELEMENTS) t.norm = t.worst = 2 * t.worst;
+    return t;
+}
+
+// Where nothing is rounded, that is in the double build: as sums in FP32.
+static inline struct tolerance limit_of(struct tolerance t) {
+    return sizeof(real) > sizeof(float) ? with_floor(SUMMED, t.floor) : t;
+}
+
 // ---- bits ----
 
 static inline void same_bytes(const char *output, const char *what, const void *found, const void *wanted,
@@ -25,8 +46,54 @@ static inline void same_bytes(const char *output, const char *what, const void *
     scene_fail(output, "%s: found other bits from byte %zu of %zu on", what, at, bytes);
 }
 
-static inline void same_y(const char *what, const struct problem *p, const real *found, const real *wanted) {
-    same_bytes("y", what, found, wanted, sizeof(real) * (size_t)p->tokens * (size_t)p->H);
+// The shared expert's gradients are those of each rank's own tokens. The sum over several ranks is another one than over
+// all tokens.
+static inline bool is_summed_by_rank(int which, int ranks) {
+    return ranks > 1 && (which == RESULT_D_SHARED_W13 || which == RESULT_D_SHARED_W2);
+}
+
+static inline void close_sums(const char *what, struct result found, struct result wanted) {
+    double *a = malloc(sizeof *a * (found.n + 1));
+    float *b = malloc(sizeof *b * (found.n + 1));
+    if (!a || !b) abort();
+    for (size_t i = 0; i < found.n; i++) {
+        a[i] = (double)((const accum *)found.memory)[i];
+        b[i] = (float)((const accum *)wanted.memory)[i];
+    }
+    int failures = scene.operation->failures;
+    compare_floats(found.name, a, b, found.n, found.row, SUMMED);
+    if (scene.operation->failures > failures) printf("# ... %s\n", what);
+    free(a);
+    free(b);
+}
+
+// What a dealing to so many ranks gave, and what one rank gave, of p.
+static inline void same_results(const char *what, int ranks, const struct problem *p, const struct results *found,
+                                const struct results *wanted) {
+    for (int i = 0; i < RESULTS; i++) {
+        struct result a = result_of(found, p, i), b = result_of(wanted, p, i);
+        if (is_summed_by_rank(i, ranks))
+            close_sums(what, a, b);
+        else
+            same_bytes(a.name, what, a.memory, b.memory, a.n * a.bytes);
+    }
+}
+
+// Everything was written, and of the gates' gradients those of placed routes alone.
+static inline void check_results(const struct problem *p, const struct results *r) {
+    for (int i = 0; i < RESULTS; i++) {
+        struct result one = result_of(r, p, i);
+        size_t at = 0;
+        for (; at < one.n; at++) {
+            bool number = one.bytes == sizeof(real) && i < RESULT_D_GATES
+                              ? !isnan(host_double(((const real *)one.memory)[at]))
+                              : !isnan(((const accum *)one.memory)[at]);
+            if (number != (i != RESULT_D_GATES || p->ids[at] >= 0)) break;
+        }
+        if (at < one.n)
+            scene_fail(one.name, "element %zu of %zu was %s", at, one.n,
+                       i == RESULT_D_GATES && p->ids[at] < 0 ? "written" : "not written");
+    }
 }
 
 // ---- against the record ----
@@ -35,7 +102,7 @@ static inline void same_y(const char *what, const struct problem *p, const real 
 static inline void against_record(const char *output, const real *values, size_t n, size_t row, struct tolerance t) {
     float *floats = malloc(sizeof *floats * (n + 1));
     for (size_t i = 0; i < n; i++) floats[i] = (float)host_double(values[i]);
-    scene_floats(output, floats, n, row ? row : 1, t);
+    scene_floats(output, floats, n, row ? row : 1, limit_of(t));
     free(floats);
 }
 
@@ -113,37 +180,45 @@ static inline void check_twins(const struct place *me, const struct mok_plan *p)
 
 // ---- what is kept, and what is not written ----
 
+// Blocks whose rows are still in the ring behind a pass.
+static inline bool is_in_ring(const struct place *me, const struct mok_plan *plan, enum mok_pass pass, int block) {
+    int ring = mok_ring_blocks(&me->shape);
+    return pass == MOK_FORWARD ? block < ring : block + ring >= plan->blocks;
+}
+
+static inline size_t count_not_zero(const real *values, size_t n) {
+    size_t count = 0;
+    for (size_t i = 0; i < n; i++) count += !(host_double(values[i]) == 0);
+    return count;
+}
+
 // Pulled rows are copies of tokens. Padding is zeros on a GPU, whose backward pass multiplies it; the CPU's does not.
-static inline void check_rows(const struct ranks *all, const struct place *me, int l, const struct mok_plan *plan) {
+static inline void check_rows(const struct ranks *all, const struct place *me, int l, const struct mok_plan *plan,
+                              enum mok_pass pass) {
     const struct own_layer *own = &me->layers[l];
     const struct mok_shape *s = &me->shape;
     size_t H = (size_t)s->hidden, I = (size_t)s->intermediate;
-    const real *x_rows = memory_of(&me->own, own->layer.x_rows), *hidden = memory_of(&me->own, me->work.hidden);
+    const struct memory *m = &me->own;
+    const real *x_rows = memory_of(m, own->layer.x_rows), *hidden = memory_of(m, me->work.hidden),
+               *dy_rows = memory_of(m, me->work.dy_rows), *d_gate_up = memory_of(m, me->work.d_gate_up);
+    bool backward = pass == MOK_BACKWARD;
     size_t wrong = 0, dirty = 0;
-    for (int b = 0; b < mok_macrobatch_blocks(s, plan, 0); b++)
-        for (size_t i = 0; i < MOK_BLOCK_ROWS; i++) {
+    for (int b = 0; b < plan->blocks; b++)
+        for (size_t i = 0; i < MOK_BLOCK_ROWS && is_in_ring(me, plan, pass, b); i++) {
             const struct mok_row *row = &plan->rows[(size_t)b * MOK_BLOCK_ROWS + i];
             size_t at = mok_ring_row(s, b) + i;
             if (row->source >= 0) {
                 size_t token = (size_t)(all->list[row->source].layers[l].first_token + row->slot / s->top_k);
                 wrong += memcmp(x_rows + at * H, own->p->x + token * H, sizeof(real) * H) != 0;
+                if (backward) wrong += memcmp(dy_rows + at * H, own->p->dy + token * H, sizeof(real) * H) != 0;
                 continue;
             }
-#ifdef MOK_CUDA
-            for (size_t h = 0; h < H; h++) dirty += !(host_double(x_rows[at * H + h]) == 0);
-            for (size_t c = 0; c < I; c++) dirty += !(host_double(hidden[at * I + c]) == 0);
-#else
-            (void)hidden, (void)I;
-#endif
+            if (sizeof(real) > 2) continue;
+            dirty += count_not_zero(x_rows + at * H, H) + count_not_zero(hidden + at * I, I);
+            if (backward) dirty += count_not_zero(dy_rows + at * H, H) + count_not_zero(d_gate_up + at * 2 * I, 2 * I);
         }
-    if (wrong) scene_fail("x rows", "%zu rows of rank %d of %d are not their tokens", wrong, plan->rank, s->ranks);
+    if (wrong) scene_fail("rows", "%zu rows of rank %d of %d are not their tokens", wrong, plan->rank, s->ranks);
     if (dirty) scene_fail("padding", "%zu elements of rank %d of %d are not 0", dirty, plan->rank, s->ranks);
-}
-
-static inline void check_unwritten(const struct memory *m, const char *what, const void *device, size_t skip,
-                                   size_t bytes) {
-    const unsigned char *at = memory_of(m, device);
-    if (bytes > skip && !is_poison(at + skip, bytes - skip)) scene_fail(what, "was written");
 }
 
 static inline void check_kept(const struct memory *m, const char *what, const void *device, const void *host,
@@ -151,138 +226,116 @@ static inline void check_kept(const struct memory *m, const char *what, const vo
     if (memcmp(memory_of(m, device), host, bytes) != 0) scene_fail(what, "an input was written");
 }
 
-// Symmetric memory: inputs as they were, slots only of routes.
-static inline void check_symmetric(const struct place *me, int l) {
+// Symmetric memory: inputs as they were, slots and gates' gradients only of routes.
+static inline void check_symmetric(const struct place *me, int l, enum mok_pass pass) {
     const struct memory *m = &me->symmetric;
     const struct own_layer *own = &me->layers[l];
     const struct problem *p = own->p;
     size_t N = (size_t)own->tokens, first = (size_t)own->first_token, H = (size_t)p->H, K = (size_t)p->K;
-    size_t most = (size_t)me->shape.max_tokens, slot = sizeof(real) * H;
+    size_t most = (size_t)me->shape.max_tokens, slot = sizeof(real) * H, written = pass == MOK_BACKWARD ? N : 0;
     memory_check_gaps(m, "symmetric memory");
     check_kept(m, "x", own->x, p->x + first * H, N * slot);
     check_kept(m, "ids", own->ids, p->ids + first * K, sizeof(int32_t) * N * K);
     check_kept(m, "gates", own->gates, p->gates + first * K, sizeof(accum) * N * K);
-    check_unwritten(m, "x behind the tokens", own->x, N * slot, most * slot);
-    check_unwritten(m, "dy", me->dy, 0, most * slot);
-    check_unwritten(m, "d_gates", me->d_gates, 0, sizeof(accum) * most * K);
-    check_unwritten(m, "slots behind the tokens", me->slots, N * K * slot, most * K * slot);
+    check_kept(m, "dy", me->dy, p->dy + first * H, written * slot);
+    memory_check_unwritten(m, "x behind the tokens", own->x, N * slot, most * slot);
+    memory_check_unwritten(m, "dy behind the tokens", me->dy, written * slot, most * slot);
+    memory_check_unwritten(m, "d gates behind the tokens", me->d_gates, sizeof(accum) * written * K,
+                           sizeof(accum) * most * K);
+    memory_check_unwritten(m, "slots behind the tokens", me->slots, N * K * slot, most * K * slot);
     for (size_t i = 0; i < N * K; i++)
-        if (p->ids[first * K + i] < 0) check_unwritten(m, "a slot of id -1", me->slots, i * slot, (i + 1) * slot);
+        if (p->ids[first * K + i] < 0) {
+            memory_check_unwritten(m, "a slot of id -1", me->slots, i * slot, (i + 1) * slot);
+            memory_check_unwritten(m, "d gate of id -1", me->d_gates, i * sizeof(accum), (i + 1) * sizeof(accum));
+        }
 }
 
-// What is the backward pass's alone, and y behind the tokens. Rows of the shared expert there are nobody's.
-static inline void check_own(const struct place *me, int l) {
+// A ring of so many columns, behind the last row block.
+static inline void check_behind_blocks(const struct place *me, const struct mok_plan *plan, const char *what,
+                                       const real *device, size_t columns) {
+    size_t R = (size_t)me->shape.ring_rows, rows = (size_t)plan->blocks * MOK_BLOCK_ROWS,
+           bytes = sizeof(real) * columns;
+    memory_check_unwritten(&me->own, what, device, rows * bytes, R * bytes);
+}
+
+// What is the other pass's alone, results behind the tokens, and the rings behind the rows. Rows of the shared expert
+// behind the tokens are nobody's.
+static inline void check_own(const struct place *me, int l, const struct mok_plan *plan, enum mok_pass pass) {
     const struct memory *m = &me->own;
     const struct mok_shape *s = &me->shape;
+    const struct mok_layer *layer = &me->layers[l].layer;
     size_t R = (size_t)s->ring_rows, H = (size_t)s->hidden, I = (size_t)s->intermediate, S = (size_t)s->shared;
     size_t N = (size_t)me->layers[l].tokens, most = (size_t)s->max_tokens;
+    size_t row = sizeof(real) * H, y = pass == MOK_FORWARD ? N : 0, dx = pass == MOK_BACKWARD ? N : 0;
     memory_check_gaps(m, "own memory");
-    check_unwritten(m, "dy_rows", me->work.dy_rows, 0, sizeof(real) * R * H);
-    check_unwritten(m, "d_gate_up", me->work.d_gate_up, 0, sizeof(real) * R * 2 * I);
-    check_unwritten(m, "partials", me->work.partials, 0,
-                    sizeof(accum) * (size_t)mok_ceil(s->intermediate, MOK_PARTIAL_COLUMNS) * R);
-    check_unwritten(m, "shared_d_gate_up", me->work.shared_d_gate_up, 0, sizeof(real) * most * 2 * S);
-    check_unwritten(m, "y behind the tokens", me->y, sizeof(real) * N * H, sizeof(real) * most * H);
+    memory_check_unwritten(m, "y behind the tokens", me->y, y * row, most * row);
+    memory_check_unwritten(m, "dx behind the tokens", me->dx, dx * row, most * row);
+    check_behind_blocks(me, plan, "x rows behind the blocks", layer->x_rows, H);
+    check_behind_blocks(me, plan, "gate and up behind the blocks", layer->gate_up, 2 * I);
+    check_behind_blocks(me, plan, "hidden behind the blocks", me->work.hidden, I);
+    check_behind_blocks(me, plan, "dy rows behind the blocks", me->work.dy_rows, H);
+    check_behind_blocks(me, plan, "d gate and up behind the blocks", me->work.d_gate_up, 2 * I);
+    if (pass == MOK_BACKWARD) return;
+    memory_check_unwritten(m, "dy rows", me->work.dy_rows, 0, sizeof(real) * R * H);
+    memory_check_unwritten(m, "d gate and up", me->work.d_gate_up, 0, sizeof(real) * R * 2 * I);
+    memory_check_unwritten(m, "partials", me->work.partials, 0,
+                           sizeof(accum) * (size_t)mok_ceil(s->intermediate, MOK_PARTIAL_COLUMNS) * R);
+    memory_check_unwritten(m, "shared d gate and up", me->work.shared_d_gate_up, 0, sizeof(real) * most * 2 * S);
 }
 
-// After a call that began with poison everywhere.
-static inline void ranks_check(struct ranks *all, int l) {
+// Before the memory is read again: what forward keeps is still there behind backward, unless it was made again; and
+// forward writes no gradients.
+static inline void check_unchanged(const struct place *me, int l, const struct mok_plan *plan, enum mok_pass pass) {
+    const struct memory *m = &me->own, *g = &me->gradients;
+    const struct mok_shape *s = &me->shape;
+    const struct mok_layer *layer = &me->layers[l].layer;
+    size_t R = (size_t)s->ring_rows, H = (size_t)s->hidden, I = (size_t)s->intermediate, S = (size_t)s->shared;
+    if (pass == MOK_FORWARD) {
+        memory_check_unchanged(g, "gradients of weights", g->device, g->bytes);
+        return;
+    }
+    memory_check_unchanged(m, "shared gate and up", layer->shared_gate_up,
+                           sizeof(real) * (size_t)s->max_tokens * 2 * S);
+    if (s->replay || mok_macrobatches(s, plan) > 1) return;
+    memory_check_unchanged(m, "x rows", layer->x_rows, sizeof(real) * R * H);
+    memory_check_unchanged(m, "gate and up", layer->gate_up, sizeof(real) * R * 2 * I);
+}
+
+// After a call that began with poison everywhere; backward after forward's check.
+static inline void ranks_check(struct ranks *all, int l, enum mok_pass pass) {
     for (int r = 0; r < all->count; r++) {
         struct place *me = &all->list[r];
         struct mok_plan plan;
+        mok_plan_read(&plan, &me->layers[l].plan, &me->shape);
+        check_unchanged(me, l, &plan, pass);
         memory_read(&me->symmetric);
         memory_read(&me->own);
-        mok_plan_read(&plan, &me->layers[l].plan, &me->shape);
-        check_symmetric(me, l);
-        check_own(me, l);
-        check_twins(me, &plan);
-        check_rows(all, me, l, &plan);
+        check_symmetric(me, l, pass);
+        check_own(me, l, &plan, pass);
+        if (pass == MOK_FORWARD)
+            check_twins(me, &plan);
+        else
+            memory_check_gaps(&me->gradients, "gradients of weights"); // ranks_backward has read them
+        check_rows(all, me, l, &plan, pass);
         free(plan.rows);
     }
 }
 
-// The rows of macrobatch 0 without padding, of a kept array [ring_rows, columns]. ranks_check has read the memory.
-static inline void kept_against_record(const char *output, const struct place *me, const struct mok_plan *plan,
-                                       const real *device, int columns, struct tolerance t) {
+// The rows without padding that a pass left in the ring, of an array [ring_rows, columns]. ranks_check has read the memory.
+static inline void ring_against_record(const char *output, const struct place *me, const struct mok_plan *plan,
+                                       enum mok_pass pass, const real *device, int columns, struct tolerance t) {
     const struct mok_shape *s = &me->shape;
     const real *ring = memory_of(&me->own, device);
     size_t width = (size_t)columns, count = 0;
-    int blocks = mok_macrobatch_blocks(s, plan, 0);
-    real *rows = malloc(sizeof *rows * ((size_t)blocks * MOK_BLOCK_ROWS * width + 1));
-    for (int b = 0; b < blocks; b++) {
+    real *rows = malloc(sizeof *rows * ((size_t)s->ring_rows * width + 1));
+    for (int b = 0; b < plan->blocks; b++) {
+        if (!is_in_ring(me, plan, pass, b)) continue;
         size_t here = (size_t)mok_block_rows(plan, b);
         memcpy(rows + count * width, ring + mok_ring_row(s, b) * width, sizeof *rows * here * width);
         count += here;
     }
     against_record(output, rows, count * width, width, t);
     free(rows);
-}
-
-// ---- the same layer by separate operations ----
-
-static inline real *poisoned_reals(size_t n) {
-    real *values = device_alloc(sizeof(real) * n);
-    poison_device(values, sizeof(real) * n);
-    return values;
-}
-
-// One gated unit for E experts, row by row in the order of offsets.
-static inline void separate_experts(real *out, real *hidden, real *gate_up, const real *rows, const real *w13,
-                                    const real *w2, const int *offsets, int E, const accum *gates,
-                                    const int *slot_of_row, int count, int H, int I) {
-    grouped_matmul_nt(gate_up, rows, w13, offsets, E, 2 * I, H);
-    swiglu_forward(hidden, gate_up, gates, slot_of_row, count, I);
-    grouped_matmul_nn(out, hidden, w2, offsets, E, H, I);
-}
-
-// y [tokens, H] host
-static inline void separate_forward(const struct problem *p, enum grouped_core core, real *y) {
-    size_t N = (size_t)p->tokens, H = (size_t)p->H, I = (size_t)p->I, S = (size_t)p->S, K = (size_t)p->K, slots = N * K;
-    int32_t *ids = device_alloc(sizeof *ids * slots);
-    accum *gates = device_alloc(sizeof *gates * slots);
-    int *offsets = device_alloc(sizeof(int) * ((size_t)p->E + 1)), *slot_of_row = device_alloc(sizeof(int) * slots),
-        *row_of_slot = device_alloc(sizeof(int) * slots), *host = malloc(sizeof(int) * ((size_t)p->E + 1));
-    real *x = device_alloc(sizeof(real) * N * H), *rows = poisoned_reals(slots * H), *out = poisoned_reals(slots * H);
-    real *gate_up = poisoned_reals(slots * 2 * I), *hidden = poisoned_reals(slots * I), *sum = poisoned_reals(N * H);
-    real *shared_gate_up = poisoned_reals(N * 2 * S), *shared_hidden = poisoned_reals(N * S),
-         *shared_out = poisoned_reals(N * H);
-    device_copy_in(x, p->x, sizeof(real) * N * H);
-    device_copy_in(ids, p->ids, sizeof *ids * slots);
-    device_copy_in(gates, p->gates, sizeof *gates * slots);
-    grouped_matmul_choose(core);
-    moe_place(offsets, slot_of_row, row_of_slot, ids, NULL, p->tokens, p->K, p->E);
-    moe_scatter(rows, x, row_of_slot, p->tokens, p->K, p->H);
-    device_copy_out(host, offsets, sizeof(int) * ((size_t)p->E + 1));
-    separate_experts(out, hidden, gate_up, rows, p->w13, p->w2, host, p->E, gates, slot_of_row, host[p->E], p->H, p->I);
-    int all[] = {0, p->tokens};
-    if (S)
-        separate_experts(shared_out, shared_hidden, shared_gate_up, x, p->shared_w13, p->shared_w2, all, 1, NULL, NULL,
-                         p->tokens, p->H, p->S);
-    moe_combine(sum, out, row_of_slot, S ? shared_out : NULL, p->residual, p->tokens, p->K, p->H);
-    device_copy_out(y, sum, sizeof(real) * N * H);
-    void *used[] = {ids,     gates,  offsets, slot_of_row,    row_of_slot,   x,         rows, out,
-                    gate_up, hidden, sum,     shared_gate_up, shared_hidden, shared_out};
-    for (size_t i = 0; i < sizeof used / sizeof *used; i++) device_free(used[i]);
-    free(host);
-}
-
-// With the megakernel's own core bit for bit; else two times the same roundings of sums in another order.
-static inline void against_separate(const struct problem *p, const real *wanted) {
-    enum grouped_core core = grouped_matmul_available(GROUPED_OWN) ? GROUPED_OWN : GROUPED_CUBLASLT;
-    real *y = result_open(p);
-    separate_forward(p, core, y);
-    if (core == GROUPED_OWN) {
-        same_y("by separate operations", p, y, wanted);
-    } else {
-        size_t n = (size_t)p->tokens * (size_t)p->H;
-        double *found = malloc(sizeof *found * (n + 1));
-        float *mok = malloc(sizeof *mok * (n + 1));
-        for (size_t i = 0; i < n; i++) found[i] = host_double(y[i]), mok[i] = (float)host_double(wanted[i]);
-        compare_floats("y by separate operations", found, mok, n, (size_t)p->H, FORWARD);
-        free(found);
-        free(mok);
-    }
-    free(y);
 }
 
 #endif

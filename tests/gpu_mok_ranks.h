@@ -1,88 +1,14 @@
-// The megakernel's forward pass of one MoE layer on N ranks that are N sets of buffers on one device. No rank waits for
-// another inside a pass, so the ranks go through it phase by phase: all inputs, all plans, all passes, all sums. The
-// order of the calls takes the place of the barriers.
+// The megakernel's passes of one MoE layer on N ranks that are N sets of buffers on one device. No rank waits for another
+// inside a pass, so the ranks go through it phase by phase: all inputs, all plans, all passes, all sums. The order of the
+// calls takes the place of the barriers.
 //
-// A problem is a global batch: tokens, routes, gates, weights. It can be dealt out to any number of ranks; results come
-// back in global order. All memory is poisoned before a call, and what nobody may write must be poison after it.
+// A problem can be dealt out to any number of ranks; results come back in the order of its batch. All memory is poisoned
+// before a call; before its backward pass, all that this pass must not need of forward.
 #ifndef MOK_TESTS_GPU_MOK_RANKS_H
 #define MOK_TESTS_GPU_MOK_RANKS_H
 
-#include "tests/scene.h"
-
-#include "kernels/mok.h"
-
-// ---- a problem ----
-
-struct problem {
-    int tokens, E, K, H, I, S;
-    int32_t *ids;   // [tokens, K] host
-    accum *gates;   // [tokens, K] host
-    real *x;        // [tokens, H] host, numbers as the device has them
-    real *residual; // [tokens, H] device; NULL: none
-    real *w13, *w2, *shared_w13,
-        *shared_w2; // [E, 2I, H], [E, I, H], [2S, H], [S, H] device; the shared ones NULL without S
-};
-
-// Nearly normal, of deviation 1, and fast: the sum of four uniform numbers of 16 bits.
-static inline double bell(void) {
-    uint64_t bits = random_next(&scene.seed), sum = 0;
-    for (int i = 0; i < 4; i++) sum += bits >> 16 * i & 0xffff;
-    return ((double)sum / 65536 - 2) * 1.7320508075688772;
-}
-
-static inline real *bell_reals(size_t n, double deviation) {
-    real *values = malloc(sizeof *values * (n + 1));
-    if (!values) abort();
-    for (size_t i = 0; i < n; i++) values[i] = host_real(round_to_bf16((float)(deviation * bell())));
-    return values;
-}
-
-static inline void *on_device(void *host, size_t bytes) {
-    void *device = device_alloc(bytes);
-    device_copy_in(device, host, bytes);
-    free(host);
-    return device;
-}
-
-static inline real *device_reals(size_t n, double deviation) {
-    return on_device(bell_reals(n, deviation), sizeof(real) * n);
-}
-
-// Every token chooses K different experts at random.
-static inline void choose_at_random(struct problem *p) {
-    for (int t = 0; t < p->tokens; t++)
-        for (int k = 0; k < p->K; k++) {
-            int32_t *id = p->ids + (size_t)t * (size_t)p->K + k;
-            bool again = true;
-            while (again) {
-                *id = scene_below(p->E);
-                again = false;
-                for (int j = 0; j < k; j++) again = again || id[j - k] == *id;
-            }
-        }
-}
-
-static inline void problem_open(struct problem *p, int tokens, int E, int K, int H, int I, int S, bool residual) {
-    *p = (struct problem){.tokens = tokens, .E = E, .K = K, .H = H, .I = I, .S = S};
-    size_t N = (size_t)tokens, w = (size_t)E * (size_t)I * (size_t)H, s = (size_t)S * (size_t)H, slots = N * (size_t)K;
-    p->ids = malloc(sizeof *p->ids * (slots + 1));
-    p->gates = malloc(sizeof *p->gates * (slots + 1));
-    for (size_t i = 0; i < slots; i++) p->gates[i] = (accum)(float)(0.1 + scene_uniform());
-    p->x = bell_reals(N * (size_t)H, 1);
-    p->residual = residual ? device_reals(N * (size_t)H, 1) : NULL;
-    p->w13 = device_reals(2 * w, 1 / sqrt(H));
-    p->w2 = device_reals(w, 1 / sqrt(I));
-    p->shared_w13 = S ? device_reals(2 * s, 1 / sqrt(H)) : NULL;
-    p->shared_w2 = S ? device_reals(s, 1 / sqrt(S)) : NULL;
-    choose_at_random(p);
-}
-
-static inline void problem_close(struct problem *p) {
-    void *host[] = {p->ids, p->gates, p->x}, *device[] = {p->residual, p->w13, p->w2, p->shared_w13, p->shared_w2};
-    for (size_t i = 0; i < sizeof host / sizeof *host; i++) free(host[i]);
-    for (size_t i = 0; i < sizeof device / sizeof *device; i++)
-        if (device[i]) device_free(device[i]);
-}
+#include "tests/gpu_mok_memory.h"
+#include "tests/gpu_mok_problem.h"
 
 // ---- how it is computed ----
 
@@ -95,6 +21,9 @@ struct dealing {
     int lag;       // tasks; as many as workers. -1: none
     int move_rows; // 8
     uint64_t delays;
+    bool replay; // as where layers share one ring: backward has nothing of forward's rows
+    bool add;    // gradients are added to start_value
+    int calls;   // of both passes, 1; the gradients of the later ones are added
 };
 
 enum { MOST_RANKS = 16, MOST_LAYERS = 2, MINIBATCH = 256, MOVE_ROWS = 8 };
@@ -111,80 +40,24 @@ static inline struct mok_shape shape_of(const struct problem *p, const struct de
                           .lag = d->lag < 0 ? 0
                                  : d->lag   ? d->lag
                                             : workers,
-                          .move_rows = d->move_rows ? d->move_rows : MOVE_ROWS};
+                          .move_rows = d->move_rows ? d->move_rows : MOVE_ROWS,
+                          .replay = d->replay};
     s.ring_rows = d->ring ? d->ring : mok_default_ring(&s);
     return s;
 }
 
 // For the lines that say what failed.
 static inline const char *dealing_text(const struct dealing *d) {
-    static char text[160];
-    int length = snprintf(
-        text, sizeof text,
-        "EP %d, workers %d, comm workers %d, minibatch %d, ring %d, lag %d, move rows %d, delays %llu", d->ranks,
-        d->workers, d->comm_workers, d->minibatch, d->ring, d->lag, d->move_rows, (unsigned long long)d->delays);
+    static char text[200];
+    int length =
+        snprintf(text, sizeof text,
+                 "EP %d, workers %d, comm workers %d, minibatch %d, ring %d, lag %d, move rows %d, delays %llu%s%s",
+                 d->ranks, d->workers, d->comm_workers, d->minibatch, d->ring, d->lag, d->move_rows,
+                 (unsigned long long)d->delays, d->replay ? ", replay" : "", d->add ? ", added" : "");
+    if (d->calls) length += snprintf(text + length, sizeof text - (size_t)length, ", %d calls", d->calls);
     for (int r = 0; d->tokens && r < d->ranks && length < (int)sizeof text - 16; r++)
         length += snprintf(text + length, sizeof text - (size_t)length, "%s%d", r ? " " : ", tokens ", d->tokens[r]);
     return text;
-}
-
-// ---- memory ----
-
-// One piece of device memory and its copy on the host, with poison between the arrays in it.
-enum { MOST_ARRAYS = 24, GAP = 256 };
-struct memory {
-    unsigned char *device, *image;
-    size_t bytes;
-    size_t first[MOST_ARRAYS], end[MOST_ARRAYS]; // of each array
-    int count;
-};
-
-// The next array, aligned as device_alloc does. Without memory yet it is only counted.
-static inline void *memory_take(struct memory *m, size_t bytes) {
-    if (m->count == MOST_ARRAYS) abort();
-    size_t at = m->bytes;
-    m->first[m->count] = at;
-    m->end[m->count++] = at + bytes;
-    m->bytes = (at + bytes + 255) / 256 * 256 + GAP;
-    return m->device ? m->device + at : NULL;
-}
-
-static inline void memory_alloc(struct memory *m) {
-    m->device = device_alloc(m->bytes);
-    m->image = malloc(m->bytes);
-    if (!m->image) abort();
-    m->bytes = 0;
-    m->count = 0;
-}
-
-static inline void memory_close(struct memory *m) {
-    device_free(m->device);
-    free(m->image);
-}
-
-static inline void memory_poison(struct memory *m) {
-    memset(m->image, 0xff, m->bytes); // NaN as a float, -1 as an integer
-    device_copy_in(m->device, m->image, m->bytes);
-}
-
-static inline void memory_read(struct memory *m) { device_copy_out(m->image, m->device, m->bytes); }
-
-// What was last read of an array.
-static inline const void *memory_of(const struct memory *m, const void *device) {
-    return m->image + ((const unsigned char *)device - m->device);
-}
-
-static inline bool is_poison(const void *memory, size_t bytes) {
-    const unsigned char *at = memory;
-    return bytes == 0 || (*at == 0xff && memcmp(at, at + 1, bytes - 1) == 0);
-}
-
-static inline void memory_check_gaps(const struct memory *m, const char *what) {
-    for (int i = 0; i < m->count; i++) {
-        size_t next = i + 1 < m->count ? m->first[i + 1] : m->bytes;
-        if (!is_poison(m->image + m->end[i], next - m->end[i]))
-            scene_fail(what, "memory behind array %d of %d was written", i, m->count);
-    }
 }
 
 // ---- one rank ----
@@ -205,10 +78,10 @@ struct place {
     struct mok_group group;
     struct mok_workspace work;
     struct mok_crew crew;
-    struct memory symmetric, own;
-    real *dy, *slots; // symmetric
-    accum *d_gates;   // symmetric
-    real *y;          // [max_tokens, H]
+    struct memory symmetric, own, gradients; // of weights
+    real *dy, *slots;                        // symmetric
+    accum *d_gates;                          // symmetric
+    real *y, *dx;                            // [max_tokens, H]
     struct own_layer layers[MOST_LAYERS];
 };
 
@@ -249,20 +122,67 @@ static inline void lay_out_own(struct place *me, int layers) {
     w->counters = memory_take(m, sizeof(int32_t) * mok_counter_total(s));
     if (mok_keeps_out()) w->out = memory_take(m, sizeof(real) * R * H);
     me->y = memory_take(m, sizeof(real) * N * H);
+    me->dx = memory_take(m, sizeof(real) * N * H);
     for (int l = 0; l < layers; l++) {
         struct mok_layer *layer = &me->layers[l].layer;
         *layer = (struct mok_layer){.x = me->layers[l].x, .dy = me->dy, .slots = me->slots, .d_gates = me->d_gates};
-        layer->x_rows = memory_take(m, sizeof(real) * R * H);
-        layer->gate_up = memory_take(m, sizeof(real) * R * 2 * I);
+        // With `replay` layers share one ring.
+        bool own = l == 0 || !s->replay;
+        layer->x_rows = own ? memory_take(m, sizeof(real) * R * H) : me->layers[0].layer.x_rows;
+        layer->gate_up = own ? memory_take(m, sizeof(real) * R * 2 * I) : me->layers[0].layer.gate_up;
         layer->shared_gate_up = memory_take(m, sizeof(real) * N * 2 * S);
     }
 }
 
-// Everything between the ranks and all that a call may leave behind.
+static inline int experts_of(const struct place *me) { return mok_local_experts(&me->shape, me->group.rank); }
+
+static inline void lay_out_gradients(struct place *me, int layers) {
+    struct memory *m = &me->gradients;
+    const struct mok_shape *s = &me->shape;
+    size_t H = (size_t)s->hidden, w = (size_t)experts_of(me) * (size_t)s->intermediate * H,
+           shared = (size_t)s->shared * H;
+    memory_take(m, 0);
+    for (int l = 0; l < layers; l++) {
+        struct mok_layer *layer = &me->layers[l].layer;
+        layer->d_w13 = memory_take(m, sizeof(accum) * 2 * w);
+        layer->d_w2 = memory_take(m, sizeof(accum) * w);
+        layer->d_shared_w13 = memory_take(m, sizeof(accum) * 2 * shared);
+        layer->d_shared_w2 = memory_take(m, sizeof(accum) * shared);
+    }
+}
+
+// Everything between the ranks and all that a call may leave behind, but for the gradients of weights.
 static inline void rank_poison(struct place *me) {
     memory_poison(&me->symmetric);
     memory_poison(&me->own);
     device_zero(me->symmetric.device, mok_header_bytes(me->shape.ranks));
+}
+
+// All that the backward pass of layer l must not need: what the layers share, and with `replay` their ring.
+static inline void rank_forget(struct place *me, int l) {
+    struct memory *m = &me->own;
+    const struct mok_shape *s = &me->shape;
+    const struct mok_layer *layer = &me->layers[l].layer;
+    size_t N = (size_t)s->max_tokens, H = (size_t)s->hidden, I = (size_t)s->intermediate, S = (size_t)s->shared;
+    size_t R = (size_t)s->ring_rows, slots = N * (size_t)s->top_k;
+    const struct mok_workspace *w = &me->work;
+    memory_poison_array(m, w->hidden, sizeof(real) * R * I);
+    memory_poison_array(m, w->out, sizeof(real) * R * H);
+    memory_poison_array(m, w->dy_rows, sizeof(real) * R * H);
+    memory_poison_array(m, w->d_gate_up, sizeof(real) * R * 2 * I);
+    memory_poison_array(m, w->partials, sizeof(accum) * (size_t)mok_ceil(s->intermediate, MOK_PARTIAL_COLUMNS) * R);
+    memory_poison_array(m, w->shared_hidden, sizeof(real) * N * S);
+    memory_poison_array(m, w->shared_d_gate_up, sizeof(real) * N * 2 * S);
+    memory_poison_array(m, w->shared_out, S ? sizeof(real) * N * H : 0);
+    memory_poison_array(m, w->counters, sizeof(int32_t) * mok_counter_total(s));
+    memory_poison_array(m, me->y, sizeof(real) * N * H);
+    memory_poison_array(m, me->dx, sizeof(real) * N * H);
+    memory_poison_array(&me->symmetric, me->dy, sizeof(real) * N * H);
+    memory_poison_array(&me->symmetric, me->slots, sizeof(real) * slots * H);
+    memory_poison_array(&me->symmetric, me->d_gates, sizeof(accum) * slots);
+    if (!s->replay) return;
+    memory_poison_array(m, layer->x_rows, sizeof(real) * R * H);
+    memory_poison_array(m, layer->gate_up, sizeof(real) * R * 2 * I);
 }
 
 static inline void poison_device(void *device, size_t bytes) {
@@ -287,11 +207,15 @@ static inline void plan_poison(struct mok_plan *p, const struct mok_shape *s) {
 static inline void rank_open(struct place *me, int layers) {
     lay_out_symmetric(me, layers);
     lay_out_own(me, layers);
+    lay_out_gradients(me, layers);
     memory_alloc(&me->symmetric);
     memory_alloc(&me->own);
+    memory_alloc(&me->gradients);
     lay_out_symmetric(me, layers);
     lay_out_own(me, layers);
+    lay_out_gradients(me, layers);
     rank_poison(me);
+    memory_poison(&me->gradients);
     for (int l = 0; l < layers; l++) {
         mok_plan_alloc(&me->layers[l].plan, &me->shape);
         plan_poison(&me->layers[l].plan, &me->shape);
@@ -304,6 +228,7 @@ static inline void rank_close(struct place *me, int layers) {
     for (int l = 0; l < layers; l++) mok_plan_free(&me->layers[l].plan);
     memory_close(&me->symmetric);
     memory_close(&me->own);
+    memory_close(&me->gradients);
 }
 
 // ---- all ranks, phase by phase ----
@@ -338,6 +263,10 @@ static inline void ranks_close(struct ranks *all) {
 
 static inline void ranks_poison(struct ranks *all) {
     for (int r = 0; r < all->count; r++) rank_poison(&all->list[r]);
+}
+
+static inline void ranks_poison_gradients(struct ranks *all) {
+    for (int r = 0; r < all->count; r++) memory_poison(&all->list[r].gradients);
 }
 
 static inline int even_share(int tokens, int ranks, int r) {
@@ -386,47 +315,107 @@ static inline void ranks_plan(struct ranks *all, int l) {
     }
 }
 
-static inline void ranks_multiply(struct ranks *all, int l) {
+static inline void ranks_multiply(struct ranks *all, int l, enum mok_pass pass) {
     for (int r = 0; r < all->count; r++) {
         struct place *me = &all->list[r];
         struct own_layer *own = &me->layers[l];
-        mok_run(&me->shape, &own->plan, &me->group, &own->layer, &me->work, &me->crew, MOK_FORWARD);
+        mok_run(&me->shape, &own->plan, &me->group, &own->layer, &me->work, &me->crew, pass);
     }
 }
 
-static inline void ranks_sum(struct ranks *all, int l) {
+// y with the residual, or dx.
+static inline void ranks_sum(struct ranks *all, int l, enum mok_pass pass) {
     for (int r = 0; r < all->count; r++) {
         struct place *me = &all->list[r];
         const struct own_layer *own = &me->layers[l];
         const struct problem *p = own->p;
-        const real *residual = p->residual ? p->residual + (size_t)own->first_token * (size_t)p->H : NULL;
-        moe_sum_slots(me->y, me->slots, own->ids, p->S ? me->work.shared_out : NULL, residual, own->tokens, p->K, p->H);
+        bool forward = pass == MOK_FORWARD;
+        const real *residual = forward && p->residual ? p->residual + (size_t)own->first_token * (size_t)p->H : NULL;
+        moe_sum_slots(forward ? me->y : me->dx, me->slots, own->ids, p->S ? me->work.shared_out : NULL, residual,
+                      own->tokens, p->K, p->H);
     }
 }
 
-// y [tokens, H] host, in global order.
-static inline void ranks_take(struct ranks *all, int l, real *y) {
-    for (int r = 0; r < all->count; r++) {
-        const struct own_layer *own = &all->list[r].layers[l];
-        size_t H = (size_t)own->p->H;
-        device_copy_out(y + (size_t)own->first_token * H, all->list[r].y, sizeof(real) * (size_t)own->tokens * H);
-    }
-}
-
-static inline void ranks_forward(struct ranks *all, int l, const struct problem *p, const struct dealing *d, real *y) {
+static inline void ranks_forward(struct ranks *all, int l, const struct problem *p, const struct dealing *d,
+                                 struct results *out) {
     ranks_put(all, l, p, d);
     ranks_plan(all, l);
-    ranks_multiply(all, l);
-    ranks_sum(all, l);
-    ranks_take(all, l, y);
+    ranks_multiply(all, l, MOK_FORWARD);
+    ranks_sum(all, l, MOK_FORWARD);
+    for (int r = 0; r < all->count; r++) {
+        const struct own_layer *own = &all->list[r].layers[l];
+        size_t H = (size_t)p->H;
+        device_copy_out(out->y + (size_t)own->first_token * H, all->list[r].y, sizeof(real) * (size_t)own->tokens * H);
+    }
 }
 
-static inline real *result_open(const struct problem *p) {
-    size_t bytes = sizeof(real) * (size_t)p->tokens * (size_t)p->H;
-    real *y = malloc(bytes + 1);
-    if (!y) abort();
-    memset(y, 0xff, bytes + 1);
-    return y;
+// ---- backward ----
+
+static inline void start_gradient(struct memory *m, accum *gradient, int which, size_t first, size_t n, bool zeros) {
+    accum *image = (accum *)(m->image + memory_at(m, gradient));
+    for (size_t i = 0; i < n; i++) image[i] = zeros ? 0 : start_value(which, first + i);
+    device_copy_in(gradient, image, sizeof *image * n);
+}
+
+// The present values that gradients are added to. Those of the shared expert are every rank's own, and only their sum is
+// looked at: rank 0 has the values, the others zeros.
+static inline void ranks_start_gradients(struct ranks *all, int l) {
+    for (int r = 0; r < all->count; r++) {
+        struct place *me = &all->list[r];
+        const struct mok_layer *layer = &me->layers[l].layer;
+        size_t H = (size_t)me->shape.hidden, I = (size_t)me->shape.intermediate, S = (size_t)me->shape.shared;
+        size_t first = (size_t)mok_first_expert(&me->shape, r) * I * H, n = (size_t)experts_of(me) * I * H;
+        start_gradient(&me->gradients, layer->d_w13, RESULT_D_W13, 2 * first, 2 * n, false);
+        start_gradient(&me->gradients, layer->d_w2, RESULT_D_W2, first, n, false);
+        start_gradient(&me->gradients, layer->d_shared_w13, RESULT_D_SHARED_W13, 0, 2 * S * H, r > 0);
+        start_gradient(&me->gradients, layer->d_shared_w2, RESULT_D_SHARED_W2, 0, S * H, r > 0);
+    }
+}
+
+// The ranks' sum.
+static inline void take_shared_gradient(const struct ranks *all, accum *out, size_t n, int l, bool w2) {
+    double *sum = calloc(n + 1, sizeof *sum);
+    if (!sum) abort();
+    for (int r = 0; r < all->count; r++) {
+        const struct place *me = &all->list[r];
+        const struct mok_layer *layer = &me->layers[l].layer;
+        const accum *part = memory_of(&me->gradients, w2 ? layer->d_shared_w2 : layer->d_shared_w13);
+        for (size_t i = 0; i < n; i++) sum[i] += (double)part[i];
+    }
+    for (size_t i = 0; i < n; i++) out[i] = (accum)sum[i];
+    free(sum);
+}
+
+static inline void ranks_take_gradients(struct ranks *all, int l, const struct problem *p, struct results *out) {
+    size_t H = (size_t)p->H, K = (size_t)p->K, I = (size_t)p->I, S = (size_t)p->S;
+    for (int r = 0; r < all->count; r++) {
+        struct place *me = &all->list[r];
+        const struct own_layer *own = &me->layers[l];
+        size_t N = (size_t)own->tokens, at = (size_t)own->first_token;
+        size_t first = (size_t)mok_first_expert(&me->shape, r) * I * H, n = (size_t)experts_of(me) * I * H;
+        memory_read(&me->gradients);
+        device_copy_out(out->dx + at * H, me->dx, sizeof(real) * N * H);
+        device_copy_out(out->d_gates + at * K, me->d_gates, sizeof(accum) * N * K);
+        memcpy(out->d_w13 + 2 * first, memory_of(&me->gradients, own->layer.d_w13), sizeof(accum) * 2 * n);
+        memcpy(out->d_w2 + first, memory_of(&me->gradients, own->layer.d_w2), sizeof(accum) * n);
+    }
+    take_shared_gradient(all, out->d_shared_w13, 2 * S * H, l, false);
+    take_shared_gradient(all, out->d_shared_w2, S * H, l, true);
+}
+
+// add: to what is there; else nothing of that may be left.
+static inline void ranks_backward(struct ranks *all, int l, const struct problem *p, bool add, struct results *out) {
+    for (int r = 0; r < all->count; r++) {
+        struct place *me = &all->list[r];
+        struct own_layer *own = &me->layers[l];
+        size_t H = (size_t)p->H;
+        rank_forget(me, l);
+        device_copy_in(me->dy, p->dy + (size_t)own->first_token * H, sizeof(real) * (size_t)own->tokens * H);
+        own->layer.first_use = !add;
+    }
+    ranks_multiply(all, l, MOK_BACKWARD);
+    ranks_sum(all, l, MOK_BACKWARD);
+    ranks_take_gradients(all, l, p, out);
 }
 
 #endif

@@ -5,11 +5,10 @@
 //
 // Cases are odd on purpose: single rows, tails of every vector width and tile, rows nobody has, gaps between rows,
 // addresses that are not aligned.
+#include "tests/gpu_grouped.h"
 #include "tests/scene.h"
 
 #include "kernels/comm.h"
-
-#define COUNT_OF(list) ((int)(sizeof(list) / sizeof *(list)))
 
 // Work of n elements beside that of n multiplications in a product.
 static double elements(double n) { return 16 * n; }
@@ -109,53 +108,6 @@ static void case_matmul_tn(int M, int N, int K, bool add, int shift) {
     while (scene_run()) matmul_tn(dw, a, b, M, N, K, add);
 }
 
-// Rows of the experts of one grouped product. EDGES: around the height of tiles, whatever `rows` is.
-enum spread { SPREAD_RANDOM, SPREAD_ONE, SPREAD_NONE, SPREAD_FEW, SPREADS, SPREAD_EDGES = SPREADS };
-static const int edges[] = {64, 0, 128, 129, 0, 63, 1, 127, 65, 257, 0};
-enum { EDGE_ROWS = 64 + 128 + 129 + 63 + 1 + 127 + 65 + 257 };
-
-// offsets [E + 1], their first one `first`.
-static void fill_offsets(int *offsets, int E, int rows, int first, enum spread spread) {
-    offsets[0] = first;
-    for (int e = 0; e < E; e++) offsets[e + 1] = spread == SPREAD_EDGES ? edges[e] : 0;
-    for (int r = 0; r < rows && spread < SPREADS && spread != SPREAD_NONE; r++) {
-        int expert = spread == SPREAD_ONE ? E / 2 : scene_below(spread == SPREAD_FEW ? (E + 7) / 8 : E);
-        offsets[expert + 1]++;
-    }
-    for (int e = 0; e < E; e++) offsets[e + 1] += offsets[e];
-}
-
-enum { OWN_UNIT = 8 }; // widths that the own core takes are multiples of it
-
-// Three rows more than the experts have, of which `first` come before theirs. Which core a build has is its own matter:
-// all are recorded.
-static void case_grouped(enum grouped_core core, int form, int E, int rows, int N, int K, enum spread spread,
-                         int first) {
-    static const char *const names[][4] = {
-        {"grouped_matmul_nt", "grouped_matmul_nn", "grouped_matmul_tn", "grouped_matmul_tn"}, // the last one stores
-        {"grouped_matmul_nt own", "grouped_matmul_nn own", "grouped_matmul_tn own", "grouped_matmul_tn own"}};
-    if (core == GROUPED_OWN && (N % OWN_UNIT || K % OWN_UNIT)) return;
-    if (core == GROUPED_OWN && !scene.recording && !grouped_matmul_available(core)) return;
-    grouped_matmul_choose(core);
-    if (!scene_begin(names[core == GROUPED_OWN][form], (double)rows * N * K,
-                     "E %d rows %d N %d K %d spread %d first %d%s", E, rows, N, K, spread, first,
-                     form == 3 ? " stored" : ""))
-        return;
-    int *offsets = malloc(sizeof *offsets * (size_t)(E + 1));
-    fill_offsets(offsets, E, rows, first, spread);
-    size_t all = (size_t)rows + 3, experts = (size_t)E, n = (size_t)N, k = (size_t)K;
-    if (form >= 2) {
-        const real *a = in_real(all, n, 1), *b = in_real(all, k, 1);
-        accum *dw = form == 2 ? change_accum("dw", experts * n, k, 3, SUMMED) : out_accum("dw", experts * n, k, SUMMED);
-        while (scene_run()) grouped_matmul_tn(dw, a, b, offsets, E, N, K, form == 2);
-    } else {
-        const real *x = in_real(all, k, 1), *w = form == 0 ? in_real(experts * n, k, 1) : in_real(experts * k, n, 1);
-        real *y = out_real("y", all, n, ROUNDED);
-        while (scene_run()) (form == 0 ? grouped_matmul_nt : grouped_matmul_nn)(y, x, w, offsets, E, N, K);
-    }
-    free(offsets);
-}
-
 static void all_matmuls(void) {
     static const int sizes[][3] = {
         {1, 1, 1},       {1, 8, 16},         {3, 5, 7},        {16, 16, 16},    {17, 33, 65},    {64, 128, 128},
@@ -174,25 +126,6 @@ static void all_matmuls(void) {
         case_matmul_tn(24, 40, 100003, add, 0);
         case_matmul_tn(1, 1, 100000, add, 0);
     }
-
-    static const int grouped[][4] = {// E, rows, N, K
-                                     {1, 17, 24, 40},    {3, 14, 7, 5},      {3, 100, 64, 128},    {8, 300, 96, 72},
-                                     {64, 1000, 32, 64}, {257, 900, 16, 24}, {2, 513, 130, 65},    {4, 0, 16, 16},
-                                     {5, 40, 0, 16},     {5, 40, 16, 0},     {64, 8192, 256, 128}, {8, 4096, 512, 256}};
-    static const int widths[][2] = {{8, 8}, {136, 264}, {264, 136}, {384, 520}, {520, 72}, {256, 1032}};
-    static const enum grouped_core cores[] = {GROUPED_CUBLASLT, GROUPED_OWN};
-    for (int i = 0; i < COUNT_OF(cores); i++) {
-        for (int c = 0; c < COUNT_OF(grouped); c++)
-            for (int spread = 0; spread < SPREADS; spread++)
-                for (int form = 0; form < 4; form++)
-                    case_grouped(cores[i], form, grouped[c][0], grouped[c][1], grouped[c][2], grouped[c][3], spread,
-                                 spread % 3);
-        for (int c = 0; c < COUNT_OF(widths); c++)
-            for (int form = 0; form < 4; form++)
-                case_grouped(cores[i], form, COUNT_OF(edges), EDGE_ROWS, widths[c][0], widths[c][1], SPREAD_EDGES,
-                             c % 3);
-    }
-    grouped_matmul_choose(GROUPED_CUBLASLT);
 }
 
 // ---- embedding, norm, rotary position ----
@@ -823,6 +756,7 @@ int main(int argc, char **argv) {
     static const size_t bytes[] = {0, 1, 255, 4097, DEVICE_READ_BYTES, 3000001};
     for (int c = 0; c < COUNT_OF(bytes); c++) case_memory(bytes[c]);
     all_matmuls();
+    all_grouped();
     all_rows();
     all_attention();
     all_swiglu();

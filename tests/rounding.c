@@ -1,14 +1,17 @@
 // Stands in for a GPU in tests of the tests: every operation of the CPU build, linked with --wrap, rounds its `real`
 // results to BF16 as the GPU's does. The sums inside are the CPU's, and what attention rounds inside stays as it is.
-// The megakernel is what a build for GPUs has of it: forward alone, of widths that its tiles can have.
+// The megakernel's widths are those that its tiles can have on a GPU.
 //
 // MOK_MISTAKE=NAME in the environment makes one mistake, which the comparison must find: a term is left out (router,
 // balance, residual, shared, rotation, gate, norm), a factor is wrong (target), or the program ends (end). Of the
 // megakernel: two rows change places (rows), a gate is forgotten (weight), a row's bits depend on where it is (place),
-// a column too many is written (behind), the plan's walk is another one (walk).
+// a column too many is written (behind), the plan's walk is another one (walk). Of its backward pass: a gate's gradient is
+// taken behind the gate (weighted), a weight's gradient is stored where it must be added (stored) or is without the last
+// row (short), nothing is multiplied again for a replay (replay).
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/cpu/gemm.h"
 #include "kernels/cpu/mok_tasks.h"
 #include "kernels/cpu/swiglu.h"
 #include "kernels/fail.h"
@@ -27,8 +30,8 @@ static void round_rows(real *x, size_t rows, size_t columns, size_t stride) {
 }
 static void round_all(real *x, int rows, size_t columns) { round_rows(x, (size_t)rows, columns, columns); }
 
-// Operations that call others must not have those rounded.
-static int depth;
+// Operations that call others must not have those rounded. Workers of the megakernel count for themselves.
+static _Thread_local int depth;
 
 // Declares the operation behind __wrap_NAME and begins its wrapper.
 #define WRAP(name, ...)                                                                                                \
@@ -41,7 +44,6 @@ static int depth;
     type __wrap_##name(__VA_ARGS__)
 #define REAL(name, ...) (depth++, __real_##name(__VA_ARGS__), depth--)
 
-WRAP_VALUE(bool, mok_available, enum mok_pass pass) { return pass == MOK_FORWARD; }
 WRAP_VALUE(int, mok_column_unit, void) { return 8; }
 WRAP_VALUE(int, grouped_matmul_unit, enum grouped_core core) { return core == GROUPED_OWN ? 8 : 1; }
 
@@ -138,64 +140,128 @@ WRAP(moe_sum_slots, real *y, const real *slots, const int32_t *ids, const real *
     round_all(y, N, (size_t)H);
 }
 
-// ---- the megakernel's forward pass ----
+// ---- the megakernel ----
 
-// What one tile of gate and up, with its hidden, or of a down projection wrote.
-struct written {
-    real *gate_up, *hidden, *out; // the first row of the block, all columns
+// The buffers and weights of a task: from the first row of its block on, all columns.
+struct part {
+    real *gate_up, *hidden, *d_gate_up, *out;
+    const real *dy, *w2;
     int rows, I, H;
+    size_t ring_row;           // of its first row
     const struct mok_row *row; // NULL for the shared expert
 };
 
-static struct written written_by(const struct mok_job *j, struct mok_task task) {
-    struct written w = {.I = j->s->shared, .H = j->s->hidden};
-    size_t H = (size_t)w.H, first = (size_t)task.block * MOK_BLOCK_ROWS;
-    if (task.expert < 0) {
-        w.rows = mok_min(MOK_BLOCK_ROWS, j->p->tokens - (int)first);
-        w.gate_up = j->layer->shared_gate_up + first * 2 * (size_t)w.I;
-        w.hidden = j->w->shared_hidden + first * (size_t)w.I;
-        w.out = j->w->shared_out + first * H;
-        return w;
-    }
-    w.row = j->p->rows + first;
-    first = mok_ring_row(j->s, task.block);
-    w.I = j->s->intermediate;
-    w.rows = mok_block_rows(j->p, task.block);
-    w.gate_up = j->layer->gate_up + first * 2 * (size_t)w.I;
-    w.hidden = j->w->hidden + first * (size_t)w.I;
-    w.out = j->w->out + first * H;
-    return w;
+static struct part part_of(const struct mok_job *j, struct mok_task task) {
+    const struct mok_layer *l = j->layer;
+    const struct mok_workspace *w = j->w;
+    bool shared = task.expert < 0;
+    size_t first = (size_t)task.block * MOK_BLOCK_ROWS, row = shared ? first : mok_ring_row(j->s, task.block);
+    size_t H = (size_t)j->s->hidden, I = (size_t)(shared ? j->s->shared : j->s->intermediate);
+    struct part p = {.I = (int)I, .H = (int)H, .ring_row = row};
+    p.rows = shared ? mok_min(MOK_BLOCK_ROWS, j->p->tokens - (int)first) : mok_block_rows(j->p, task.block);
+    p.gate_up = (shared ? l->shared_gate_up : l->gate_up) + row * 2 * I;
+    p.hidden = (shared ? w->shared_hidden : w->hidden) + row * I;
+    p.d_gate_up = (shared ? w->shared_d_gate_up : w->d_gate_up) + row * 2 * I;
+    p.out = (shared ? w->shared_out : w->out) + row * H;
+    p.dy = (shared ? l->dy : w->dy_rows) + row * H;
+    p.w2 = shared ? l->shared_w2 : l->w2 + (size_t)task.expert * I * H;
+    p.row = shared ? NULL : j->p->rows + first;
+    return p;
 }
 
 // Gate and up are rounded before hidden is computed of them.
-static void round_gate_up(struct written w, int column) {
-    size_t I = (size_t)w.I, rows = (size_t)w.rows;
-    int columns = mok_min(MOK_GATE_UP_COLUMNS, w.I - column);
-    real *gate = w.gate_up + column, *hidden = w.hidden + column;
+static void round_gate_up(struct part p, int column, bool forward) {
+    size_t I = (size_t)p.I, rows = (size_t)p.rows;
+    int columns = mok_min(MOK_GATE_UP_COLUMNS, p.I - column);
+    real *gate = p.gate_up + column, *hidden = p.hidden + column;
     round_rows(gate, rows, (size_t)columns, 2 * I);
     round_rows(gate + I, rows, (size_t)columns, 2 * I);
-    for (size_t i = 0; i < rows; i++)
+    for (size_t i = 0; i < rows && forward; i++)
         swiglu_row_forward(hidden + i * I, gate + i * 2 * I, gate + i * 2 * I + I,
-                           w.row && !mistake("weight") ? w.row[i].gate : 1, columns);
-    round_rows(hidden, rows, (size_t)columns, I);
+                           p.row && !mistake("weight") ? p.row[i].gate : 1, columns);
+    if (forward) round_rows(hidden, rows, (size_t)columns, I);
+}
+
+// d hidden, of which nothing is left, is rounded too: computed once more for it.
+static void round_d_hidden(const struct mok_job *j, struct part p, int tile) {
+    enum { COLUMNS = MOK_PARTIAL_COLUMNS };
+    static _Thread_local real d_hidden[MOK_BLOCK_ROWS * COLUMNS];
+    size_t I = (size_t)p.I, H = (size_t)p.H, rows = (size_t)p.rows;
+    int first = tile * MOK_D_HIDDEN_COLUMNS, end = mok_min(first + MOK_D_HIDDEN_COLUMNS, p.I);
+    for (int column = first; column < end; column += COLUMNS) {
+        int columns = mok_min(COLUMNS, end - column);
+        real *d_gate = p.d_gate_up + column, *hidden = p.hidden + column;
+        struct view dy = {p.dy, H, 1}, w2 = {p.w2 + (size_t)column * H, 1, H};
+        gemm_serial(&(struct gemm){p.rows, columns, p.H, dy, w2, d_hidden, COLUMNS, NULL, 0});
+        round_rows(d_hidden, rows, (size_t)columns, COLUMNS);
+        for (size_t i = 0; i < rows; i++) {
+            const real *gate = p.gate_up + i * 2 * I + column, *d = d_hidden + i * COLUMNS;
+            real weight = p.row ? p.row[i].gate : 1;
+            accum part = swiglu_row_backward(d_gate + i * 2 * I, d_gate + i * 2 * I + I, hidden + i * I, d, gate,
+                                             gate + I, weight, columns);
+            if (mistake("weighted")) part *= weight;
+            if (p.row) j->w->partials[(size_t)(column / COLUMNS) * (size_t)j->s->ring_rows + p.ring_row + i] = part;
+        }
+        round_rows(d_gate, rows, (size_t)columns, 2 * I);
+        round_rows(d_gate + I, rows, (size_t)columns, 2 * I);
+        round_rows(hidden, rows, (size_t)columns, I);
+    }
+}
+
+static void round_out(struct part p, int column) {
+    int columns = mok_min(MOK_OUT_COLUMNS, p.H - column);
+    round_rows(p.out + column, (size_t)p.rows, (size_t)columns, (size_t)p.H);
+    if (mistake("place") && p.row && p.ring_row == 2 * MOK_BLOCK_ROWS) p.out[column] *= 1.0078125f;
+    if (mistake("behind") && !p.row && column + columns == p.H) p.out[(size_t)p.rows * (size_t)p.H] = 0;
+}
+
+void __real_mok_do_task(const struct mok_job *j, struct mok_task task);
+
+// A tile of a weight's gradient: as it is but for mistakes.
+static void do_d_weight(const struct mok_job *j, struct mok_task task) {
+    struct mok_layer layer = *j->layer;
+    struct mok_plan plan = *j->p;
+    struct mok_job job = *j;
+    size_t experts = (size_t)plan.experts;
+    int *rows = malloc(sizeof *rows * (experts + 1));
+    if (!rows) abort();
+    memcpy(rows, plan.expert_rows, sizeof *rows * experts);
+    if (mistake("short") && task.expert >= 0 && rows[task.expert] > 1) rows[task.expert]--;
+    plan.expert_rows = rows;
+    layer.first_use = layer.first_use || mistake("stored");
+    job.p = &plan;
+    job.layer = &layer;
+    REAL(mok_do_task, &job, task);
+    free(rows);
 }
 
 WRAP(mok_do_task, const struct mok_job *j, struct mok_task task) {
-    bool first = task.kind == MOK_TASK_GATE_UP || task.kind == MOK_TASK_SHARED_GATE_UP,
-         second = task.kind == MOK_TASK_DOWN || task.kind == MOK_TASK_SHARED_DOWN;
-    REAL(mok_do_task, j, task);
-    if (j->pass != MOK_FORWARD || (!first && !second)) return;
-    struct written w = written_by(j, task);
-    if (first) {
-        round_gate_up(w, task.tile * MOK_GATE_UP_COLUMNS);
-        if (mistake("rows") && w.row && w.rows > 1 && task.tile == 0)
-            memcpy(w.hidden, w.hidden + w.I, sizeof(real) * (size_t)mok_min(MOK_GATE_UP_COLUMNS, w.I));
-        return;
+    bool forward = j->pass == MOK_FORWARD;
+    switch (task.kind) {
+    case MOK_TASK_GATE_UP:
+    case MOK_TASK_SHARED_GATE_UP: {
+        if (!forward && mistake("replay")) return;
+        REAL(mok_do_task, j, task);
+        struct part p = part_of(j, task);
+        round_gate_up(p, task.tile * MOK_GATE_UP_COLUMNS, forward);
+        if (mistake("rows") && forward && p.row && p.rows > 1 && task.tile == 0)
+            memcpy(p.hidden, p.hidden + p.I, sizeof(real) * (size_t)mok_min(MOK_GATE_UP_COLUMNS, p.I));
+        break;
     }
-    int column = task.tile * MOK_OUT_COLUMNS, columns = mok_min(MOK_OUT_COLUMNS, w.H - column);
-    round_rows(w.out + column, (size_t)w.rows, (size_t)columns, (size_t)w.H);
-    if (mistake("place") && w.row && mok_ring_row(j->s, task.block) == 2 * MOK_BLOCK_ROWS) w.out[column] *= 1.0078125f;
-    if (mistake("behind") && !w.row && column + columns == w.H) w.out[(size_t)w.rows * (size_t)w.H] = 0;
+    case MOK_TASK_D_HIDDEN:
+    case MOK_TASK_SHARED_D_HIDDEN:
+        round_d_hidden(j, part_of(j, task), task.tile);
+        break;
+    case MOK_TASK_DOWN:
+    case MOK_TASK_SHARED_DOWN:
+    case MOK_TASK_D_X:
+    case MOK_TASK_SHARED_D_X:
+        REAL(mok_do_task, j, task);
+        round_out(part_of(j, task), task.tile * MOK_OUT_COLUMNS);
+        break;
+    default:
+        do_d_weight(j, task);
+    }
 }
 
 WRAP(mok_plan_make, struct mok_plan *p, const struct mok_shape *s, const struct mok_group *g, const int32_t *ids,

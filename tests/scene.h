@@ -16,6 +16,8 @@
 #include "kernels/random.h"
 #include "tests/record.h"
 
+#define COUNT_OF(list) ((int)(sizeof(list) / sizeof *(list)))
+
 enum kind { KIND_REAL, KIND_ACCUM, KIND_INT32, KIND_INT64 };
 enum { SCENE_GUARD = 256, SCENE_ARRAYS = 16, SCENE_OPERATIONS = 64, SCENE_PARTS = 2 };
 

@@ -78,10 +78,14 @@ mok_mistake() {
 }
 
 every_mistake_in_the_megakernel_is_found() {
-    mok_mistake rows --tiny '^# forward .*: y: norm' && mok_mistake weight --tiny '^# forward .*: hidden: norm' &&
+    mok_mistake rows --tiny '^# layer .*: y: norm' && mok_mistake weight --tiny '^# layer .*: hidden: norm' &&
         mok_mistake place "--only rings" '^# rings .*: y: EP .*other bits' &&
-        mok_mistake behind --tiny '^# forward .*: memory behind array' &&
-        mok_mistake walk --tiny '^# forward .*: plan of 1, rank 0: integer'
+        mok_mistake behind --tiny '^# layer .*: memory behind array' &&
+        mok_mistake walk --tiny '^# layer .*: plan of 1, rank 0: integer' &&
+        mok_mistake weighted --tiny '^# layer .*: d gates: norm' &&
+        mok_mistake stored --tiny '^# layer .*: d w13: .* added.*other bits' &&
+        mok_mistake replay --tiny '^# layer .*: dx: EP 1.*replay: found other bits' &&
+        mok_mistake short --tiny '^# layer .*: d w2 from kept rows: norm'
 }
 
 check "builds agree" builds_agree

@@ -7,7 +7,7 @@ set -u
 gpu=${MOK_GPU:-build/cuda} cpu=${MOK_CPU:-build/cpu}
 sanitizer=${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer
 [ -x "$sanitizer" ] || sanitizer=compute-sanitizer
-echo "1..8"
+echo "1..9"
 
 "$cpu/tests/gpu_operations" --record "$scratch/record" --tiny >/dev/null || echo "# the CPU build records nothing"
 "$cpu/tests/gpu_mok" --record "$scratch/mok" --tiny >/dev/null || echo "# the CPU build records nothing"
@@ -34,6 +34,8 @@ for tool in memcheck racecheck initcheck; do
     check "$tool: two steps" clean "$tool" "$gpu/train" --preset unit --data stories --moe alltoall --steps 2 --warmup 1 \
         --eval-every 0 --sample-tokens 0 --save-every 2 --out "$scratch/$tool"
 done
+check "memcheck: two steps with the megakernel" clean memcheck "$gpu/train" --preset unit --data stories --moe mok \
+    --steps 2 --warmup 1 --eval-every 0 --sample-tokens 0 --save-every 2 --out "$scratch/megakernel"
 # Few layers on one rank to three, over poison. Not initcheck: what is poisoned counts as written.
 for tool in memcheck racecheck; do
     check "$tool: megakernel" clean "$tool" "$gpu/tests/gpu_mok" --compare "$scratch/mok" --tiny
