@@ -9,10 +9,15 @@
 The layer: counts are exchanged and read by the host, rows sorted by expert go to their ranks by all_to_all_single, are
 sorted again by local expert, meet torch._grouped_mm, silu(gate) * up and torch._grouped_mm, and come back the same way;
 the gates weigh a token's results in one batched product. Orders are undone by gathers, in the backward pass too. Beside
-it the two grouped products alone. Rows are as bench_layer prints them, and so is what a burst and sustained are.
+it the grouped products alone. Rows are as bench_layer prints them, and so is what a burst, sustained and each pass are.
 
-With --beside each shape is measured in the order ours, torch, torch, ours, and the table has means of the two medians;
-a ratio above 1 says that ours is faster. The layer's clock begins when ids and gates are there. Only W0, balanced routes.
+Autograd leaves weights' gradients in BF16; ours are sums in FP32. So backward goes on until they are in FP32 buffers, as
+trainers keep them: copied there (backward, fwd+bwd) or added to what is there (backward-add). backward-bf16 and
+fwd+bwd-bf16 are the time until autograd is done, which is less work than ours. Products alone end with BF16.
+
+With --beside each shape is measured in the order ours, torch, torch, ours, half of the passes in each run, and the table
+has means of the two medians; a ratio above 1 says that ours is faster, the last one than torch to BF16. The layer's clock
+begins when ids and gates are there. Only W0, balanced routes.
 
 Exit code 2: something is missing. Needs torch 2.8 or later, and a GPU for each rank.
 """
@@ -39,11 +44,14 @@ SHAPES = {
 }
 DEFAULT_SHAPES = ["moonlight", "moonlight-routed", "qwen3-30b"]
 SIZES = ["T", "H", "I", "E", "K", "S"]
-MEASURES = ["forward", "backward", "gate-up", "down", "both"]
+MEASURES = ["forward", "backward", "backward-bf16", "backward-add", "fwd+bwd", "fwd+bwd-bf16",
+            "gate-up", "down", "both", "d-hidden", "d-x", "d-w2", "d-w13", "four"]  # fmt: skip
+WHOLE = ["forward", "backward", "backward-add", "fwd+bwd", "both", "four"]  # none is a part of another in one pass
+PASSES_OF_LAYER = ["backward", "backward-add", "fwd+bwd"]  # what a pass of the layer measures beside forward, by turns
 WORKLOADS = [f"W{i}" for i in range(8)] + ["all"]
 PASSES = {"burst": 4, "sustained": 10}  # of a turn
 
-SETS, WARM_PASSES, IDLE_SECONDS, LOAD_SECONDS = 3, 3, 0.06, 0.1
+SETS, WARM_PASSES, IDLE_SECONDS, LOAD_SECONDS = 3, len(PASSES_OF_LAYER), 0.06, 0.1
 GROUP_ROWS = 8  # torch._grouped_mm sums over rows of a group in 16-byte steps: of weight gradients
 FLOPS_OF_A_CYCLE = 4096  # dense BF16, of a multiprocessor (Hopper)
 
@@ -190,6 +198,8 @@ class Layer:
         self.shared_w13 = make(2 * S, H, scale=scale) if S else None
         self.shared_w2 = make(H, S, scale=scale) if S else None
         self.weights = [w for w in (self.w13, self.w2, self.shared_w13, self.shared_w2) if w is not None]
+        self.main_grads = [torch.zeros_like(w, dtype=torch.float32) for w in self.weights if backward]
+        self.passes = 0
         self.local_of_arrival = torch.arange(local, device="cuda").repeat(group.ranks)
         self.sets = []
         for step in range(SETS):
@@ -265,30 +275,48 @@ class Layer:
             y = y + torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, self.shared_w2)
         return y
 
+    def keep_gradients(self, grads, add):
+        with self.torch.no_grad():
+            for main, grad in zip(self.main_grads, grads):
+                if add:
+                    main.add_(grad)
+                else:
+                    main.copy_(grad)
+
     def run(self, number, mark):
-        """Marks around every measure."""
+        """Marks around what this pass measures."""
         torch = self.torch
         x, ids, gates, dy = self.sets[number % SETS]
+        measure = PASSES_OF_LAYER[self.passes % len(PASSES_OF_LAYER)] if self.backward else None
+        joined = measure == "fwd+bwd"
+        self.passes += 1
         marks = {}
         self.group.meet()
         begin = mark()
         with torch.set_grad_enabled(self.backward):
             y = self.forward(x, ids, gates)
-        marks["forward"] = begin, mark()
-        if self.backward:
+        if not joined:
+            marks["forward"] = begin, mark()
+        if not self.backward:
+            return marks
+        if not joined:
             self.group.meet()
             begin = mark()
-            torch.autograd.grad(y, [x, gates, *self.weights], dy)
-            marks["backward"] = begin, mark()
+        _, _, *grads = torch.autograd.grad(y, [x, gates, *self.weights], dy)
+        if measure != "backward-add":
+            marks[f"{measure}-bf16"] = begin, mark()
+        self.keep_gradients(grads, measure == "backward-add")
+        marks[measure] = begin, mark()
         return marks
 
     def flops(self, measure):
         T, H, I, _, K, S = self.shape
-        return 6.0 * T * H * (K * I + S) * (2 if measure == "backward" else 1)
+        passes = {"forward": 1, "backward": 2, "fwd+bwd": 3}[measure.removesuffix("-bf16").removesuffix("-add")]
+        return 6.0 * T * H * (K * I + S) * passes
 
 
 class Products:
-    """The two grouped products of the layer alone."""
+    """The grouped products of the layer alone."""
 
     name = "torch-grouped-mm"
 
@@ -301,6 +329,9 @@ class Products:
         most = max(self.rows_of_set)
         self.rows = torch.randn(most, H, device="cuda", dtype=torch.bfloat16)
         self.hidden = torch.randn(most, I, device="cuda", dtype=torch.bfloat16)
+        if layer.backward:
+            self.dy = torch.randn(most, H, device="cuda", dtype=torch.bfloat16)
+            self.d_gate_up = torch.randn(most, 2 * I, device="cuda", dtype=torch.bfloat16)
 
     def run(self, number, mark):
         torch, layer, number = self.torch, self.layer, number % SETS
@@ -312,11 +343,25 @@ class Products:
             middle = mark()
             torch._grouped_mm(self.hidden[:rows], layer.w2.transpose(-2, -1), offs=ends)
             end = mark()
-        return {"gate-up": (begin, middle), "down": (middle, end), "both": (begin, end)}
+        marks = {"gate-up": (begin, middle), "down": (middle, end), "both": (begin, end)}
+        return {**marks, **self.run_backward(rows, ends, mark)} if layer.backward else marks
+
+    def run_backward(self, rows, ends, mark):
+        torch, layer = self.torch, self.layer
+        x, hidden, dy, d_gate_up = self.rows[:rows], self.hidden[:rows], self.dy[:rows], self.d_gate_up[:rows]
+        layer.group.meet()
+        with torch.no_grad():
+            at = [mark()]
+            for left, right in ((dy, layer.w2), (d_gate_up, layer.w13), (dy.t(), hidden), (d_gate_up.t(), x)):
+                torch._grouped_mm(left, right, offs=ends)
+                at.append(mark())
+        marks = dict(zip(("d-hidden", "d-x", "d-w2", "d-w13"), zip(at, at[1:])))
+        return {**marks, "four": (at[0], at[-1])}
 
     def flops(self, measure):
         _, H, I, _, _, _ = self.layer.shape
-        return 2.0 * H * I * sum(self.rows_of_set) / SETS * {"gate-up": 2, "down": 1, "both": 3}[measure]
+        products = {"gate-up": 2, "down": 1, "both": 3, "d-hidden": 1, "d-x": 2, "d-w2": 1, "d-w13": 2, "four": 6}
+        return 2.0 * H * I * sum(self.rows_of_set) / SETS * products[measure]
 
 
 # ---- timing ----
@@ -352,8 +397,9 @@ class Timer:
     def warm_up(self, arm):
         """Seconds of a pass, about."""
         self.untimed(arm, WARM_PASSES)
-        (times,), _ = self.timed(arm, 1)
-        return 1e-3 * max(sum(times.values()), 1e-3)
+        passes, _ = self.timed(arm, WARM_PASSES)
+        ms = sum(times.get(measure, 0) for times in passes for measure in WHOLE)
+        return 1e-3 * max(ms / len(passes), 1e-3)
 
     def turn(self, arm, load, seconds):
         self.torch.cuda.synchronize()
@@ -383,12 +429,12 @@ class Timer:
 
 def print_head():
     print(f"{'T':>6} {'H':>5} {'I':>5} {'E':>4} {'K':>3} {'S':>5} {'EP':>3} {'work':<4} {'busiest':>7} {'arm':<27} "
-          f"{'pass':<9} {'load':<9} {'ms':>9} {'p10':>9} {'p90':>9} {'TFLOP/s':>8} {'MHz':>5} {'of MHz':>7}")  # fmt: skip
+          f"{'pass':<13} {'load':<9} {'ms':>9} {'p10':>9} {'p90':>9} {'TFLOP/s':>8} {'MHz':>5} {'of MHz':>7}")  # fmt: skip
 
 
 def sizes_text(row):
     return (f"{row['T']:6} {row['H']:5} {row['I']:5} {row['E']:4} {row['K']:3} {row['S']:5} {row['EP']:3} "
-            f"{row['workload']:<4} {row['busiest']:7.3f} {row['arm']:<27} {row['pass']:<9} {row['load']:<9}")  # fmt: skip
+            f"{row['workload']:<4} {row['busiest']:7.3f} {row['arm']:<27} {row['pass']:<13} {row['load']:<9}")  # fmt: skip
 
 
 def print_row(row, peak_of_a_megahertz):
@@ -399,7 +445,7 @@ def print_row(row, peak_of_a_megahertz):
 
 
 def make_row(torch, group, name, arm, measure, load, passes, clocks):
-    times = sorted(times[measure] for times in passes)
+    times = sorted(times[measure] for times in passes if measure in times)
     count, shape = len(times), (arm.layer if isinstance(arm, Products) else arm).shape
     ms = times[count // 2]
     row = {"device": torch.cuda.get_device_name(), "shape": name, **dict(zip(SIZES, shape)), "EP": group.ranks,
@@ -435,7 +481,7 @@ def bench_shape(group, name, shape, options):
         for measure in MEASURES:
             for arm in arms:
                 passes, clocks = found[arm.name, load]
-                if measure in passes[0]:
+                if any(measure in times for times in passes):
                     rows.append(make_row(torch, group, name, arm, measure, load, passes, clocks))
                     print_row(rows[-1], FLOPS_OF_A_CYCLE * 1e6 * properties.multi_processor_count)
     add_rows(options.json, rows)
@@ -460,7 +506,7 @@ def bench_torch(options, shapes):
 
 
 def run_program(words, path):
-    """The rows that it adds to the file."""
+    """The rows that it adds to the file, and what it says of arms."""
     try:
         done = subprocess.run([*words, "--json", path], capture_output=True, text=True, errors="replace")
     except OSError as error:
@@ -472,7 +518,8 @@ def run_program(words, path):
     with open(path, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     os.remove(path)
-    return [row for row in rows if "part" not in row]
+    notes = [line for line in done.stdout.splitlines() if line[:1].isalpha() and ": " in line]
+    return [row for row in rows if "part" not in row], notes
 
 
 def mean_rows(runs):
@@ -495,17 +542,22 @@ def cells(row):
 
 def print_beside(ours, torch):
     of_pass = {(measure, load): row for (_, measure, load), row in torch.items()}
-    columns = f" {'ms':>9} {'TFLOP/s':>8} {'MHz':>5}"
+    columns, bf16_columns = f" {'ms':>9} {'TFLOP/s':>8} {'MHz':>5}", f"   bf16: {'ms':>9}   ratio"
+    any_bf16 = any(measure.endswith("-bf16") for measure, _ in of_pass)
     print(f"{'T':>6} {'H':>5} {'I':>5} {'E':>4} {'K':>3} {'S':>5} {'EP':>3} {'work':<4} {'busiest':>7} {'arm':<27} "
-          f"{'pass':<9} {'load':<9}{columns}   torch:{columns}   ratio")  # fmt: skip
+          f"{'pass':<13} {'load':<9}{columns}   torch:{columns}   ratio{bf16_columns if any_bf16 else ''}")  # fmt: skip
     for (_, measure, load), row in ours.items():
-        other = of_pass.get((measure, load))
+        other, bf16 = of_pass.get((measure, load)), of_pass.get((f"{measure}-bf16", load))
         line = f"{sizes_text(row)}{cells(row)}"
-        print(line + (f"         {cells(other)} {other['ms'] / row['ms']:7.3f}" if other else ""), flush=True)
+        if other:
+            line += f"         {cells(other)} {other['ms'] / row['ms']:7.3f}"
+        if bf16:
+            line += f"         {bf16['ms']:9.4f} {bf16['ms'] / row['ms']:7.3f}"
+        print(line, flush=True)
 
 
 def common_flags(options, shape):
-    words = ["--shape", shape, "--iterations", str(options.iterations)]
+    words = ["--shape", shape, "--iterations", str((options.iterations + 1) // 2)]
     for load in options.load:
         words += ["--load", load]
     return words + (["--backward"] if options.backward else [])
@@ -526,12 +578,14 @@ def bench_beside(options, shapes):
     commands = {"ours": [*mpirun, options.beside], "torch": [sys.executable, *torchrun, os.path.abspath(__file__)]}
     with tempfile.TemporaryDirectory() as folder:
         for name, _ in shapes:
-            runs = {"ours": [], "torch": []}
+            runs, said = {"ours": [], "torch": []}, []
             for who in ("ours", "torch", "torch", "ours"):
                 words = commands[who] + common_flags(options, name) + (program_flags(options) if who == "ours" else [])
-                runs[who].append(run_program(words, os.path.join(folder, "rows.json")))
-                add_rows(options.json, runs[who][-1])
-            print(f"\n{name}, W0")
+                rows, notes = run_program(words, os.path.join(folder, "rows.json"))
+                runs[who].append(rows)
+                said += [note for note in notes if note not in said]
+                add_rows(options.json, rows)
+            print("\n".join([f"\n{name}, W0", *said]))
             print_beside(mean_rows(runs["ours"]), mean_rows(runs["torch"]))
 
 
@@ -570,7 +624,7 @@ def read_flags():
     add("--workload", action="append", metavar="W0", choices=WORKLOADS, help="W0 is all that there is here")
     add("--iterations", type=number_from(1), default=100, metavar="N", help="passes that are timed, at least (100)")
     add("--load", action="append", choices=list(PASSES), help="default: both")
-    add("--backward", action="store_true", help="the backward pass too")
+    add("--backward", action="store_true", help="the backward pass too, as bench_layer")
     add("--json", metavar="FILE", help="adds every row to a file as a line of JSON")
     add("--beside", metavar="PROGRAM", help="build/cuda/tests/bench_layer, to be run by turns")
     add("--ranks", type=number_from(1), default=1, metavar="N", help="of both, with --beside")

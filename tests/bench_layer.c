@@ -1,16 +1,20 @@
 // Speed of the MoE layer alone, from the router's output to the layer's output, and with --backward from dy to dx and
 // all gradients: the megakernel beside its own work by kernels one after the other (unfused), the layer of all-to-all
-// exchanges, whole and in parts, and the two grouped products alone, which are its ceiling. Started alone or by mpirun,
+// exchanges, whole and in parts, and the grouped products alone, which are its ceiling. Started alone or by mpirun,
 // one rank for each GPU: one EP group. scripts/bench_layer.py does the same by torch and NCCL.
+//
+// Passes: forward; backward, which stores the gradients of weights, as the first one of a step does; backward-add, which
+// adds them to what is there, as those that follow; fwd+bwd, both in one interval, stored. Of products: gate-up and down,
+// "both" of them; d-hidden, d-x, d-w2 and d-w13 (stored, FP32), all "four" of them.
 //
 // Each turn of an arm is a burst (after 60 ms in which the GPU did nothing) or sustained (after 100 ms of that arm,
 // when power limits the clock). Arms take turns A/B/C/C/B/A. A pass begins when all ranks have come to it; its time is
 // that of the slowest rank. ms is the median, p10 and p90 stand beside it. Inputs are random, of several sets in turn.
 //
-// Operations are 6 H (I routes + S tokens), backward twice as many, of the mean rank; of products alone those of the
-// busiest. "busiest" is its rows over the mean. A share is of the tensor cores' peak, at the clock that stands beside
-// it, or as the maker gives it.
-#include <cjson/cJSON.h>
+// Operations are 6 H (I routes + S tokens), backward twice as many, both passes three times, of the mean rank; of
+// products alone those of the busiest: 2 H I for each of its rows, of gate-up, d-x and d-w13 twice as many. "busiest" is
+// its rows over the mean. A share is of the tensor cores' peak, at the clock that stands beside it, or as the maker gives
+// it.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,200 +24,18 @@
 #include "kernels/comm.h"
 #include "kernels/kernels.h"
 #include "kernels/operation.h"
-#include "kernels/random.h"
 #include "model/leader.h"
 #include "model/model.h"
 #include "model/moe.h"
 #include "model/moe_alltoall.h"
 #include "model/moe_mok.h"
-#include "model/route.h"
 #include "model/trace.h"
-#include "tests/bench_layer_options.h"
-#include "tests/bench_layer_unfused.h"
+#include "tests/bench_layer.h"
+#include "tests/bench_layer_inputs.h"
+#include "tests/bench_layer_table.h"
 
-enum { SETS = 3, IDLE_MS = 60, LOAD_MS = 100, MOST_PASSES = 10, PARTS = 32, SPANS = 1 << 14 };
+enum { IDLE_MS = 60, LOAD_MS = 100, MOST_PASSES = 10, SPANS = 1 << 14 };
 static const int passes_of_turn[LOADS] = {4, 10};
-
-// ---- the clock of the multiprocessors ----
-
-#ifdef MOK_CUDA
-#include "tests/gpu_clock.h"
-static void clock_open(void) { nvml_open(); }
-static unsigned clock_mhz(void) { return nvml_mhz(); }
-// Of dense BF16: 2048 multiply-adds in each multiprocessor and cycle (Hopper).
-static double peak_at(double mhz) { return 4096e6 * mhz * cuda_multiprocessors(); }
-#else
-static void clock_open(void) {}
-static unsigned clock_mhz(void) { return 0; }
-static double peak_at(double mhz) { return mhz; }
-#endif
-
-// ---- what is measured ----
-
-enum measure { FORWARD, BACKWARD, GATE_UP, DOWN, BOTH, MEASURES };
-static const char *const measure_names[MEASURES] = {"forward", "backward", "gate-up", "down", "both"};
-
-// Marks of the device; begin < 0: was not measured.
-struct interval {
-    int begin, end;
-};
-
-struct samples {
-    double *seconds[MEASURES]; // of the slowest rank
-    int count[MEASURES];
-    double mhz; // their sum
-    int clocks; // how many
-};
-
-struct arm {
-    const struct arm_type *type;
-    char name[64];
-    struct model model; // shares all but the layer's own memory with the others
-    bool owner;         // of that
-    double seconds;     // of a pass, about
-    struct samples samples[LOADS];
-};
-
-// One shape in one workload.
-struct bench {
-    const struct options *options;
-    struct parallel parallel;
-    struct layer_shape shape;
-    int workload;
-    struct model model;                  // weights and activations of all arms
-    struct block_activations first;      // those of input set 0
-    int set;                             // the next one
-    int *offsets[SETS];                  // host [experts here + 1] of the products
-    double routes, busiest;              // of a rank: mean, most; mean over the sets
-    real *rows, *gate_up, *hidden, *out; // of the products
-    struct unfused_plan unfused[SETS];
-    real *unfused_out;   // [ring_rows, H]
-    char *meeting;       // [ranks * MEETING_BYTES]
-    struct trace *trace; // of the pass `traced`; NULL: none
-    enum measure traced;
-    struct arm arms[ARMS];
-    int arm_count;
-    FILE *json;
-};
-enum { MEETING_BYTES = 256 };
-
-static bool is_leader(const struct bench *b) { return b->parallel.rank == 0; }
-
-static void *host_alloc(size_t count, size_t size) {
-    void *memory = calloc(count, size);
-    if (!memory) fail_internal("bench_layer", "found no memory for %zu numbers", count);
-    return memory;
-}
-
-// ---- random inputs ----
-
-enum { POOL_ROWS = 2048, NORMALS = 1000003 };
-
-// Rows of normal numbers, of which all others are copies in random order. H numbers each.
-static real *pool_make(int H, double scale, uint64_t seed) {
-    float *normals = host_alloc(NORMALS, sizeof *normals), *rows = host_alloc((size_t)POOL_ROWS * H, sizeof *rows);
-    for (int i = 0; i < NORMALS; i++) {
-        double u = random_uniform(random_next(&seed)), v = random_uniform(random_next(&seed));
-        normals[i] = (float)(scale * sqrt(-2 * log(1 - u)) * cos(6.283185307179586 * v));
-    }
-    for (size_t i = 0; i < (size_t)POOL_ROWS * H; i++) rows[i] = normals[i % NORMALS];
-    real *pool = device_alloc(sizeof *pool * POOL_ROWS * H);
-    device_real_from_float(pool, rows, (size_t)POOL_ROWS * H);
-    free(rows);
-    free(normals);
-    return pool;
-}
-
-static void fill_rows(real *to, const real *pool, int rows, int H, uint64_t seed) {
-    int *index = host_alloc((size_t)rows + 1, sizeof *index);
-    for (int i = 0; i < rows; i++) index[i] = (int)random_below(&seed, POOL_ROWS);
-    int *device = device_alloc(sizeof *device * ((size_t)rows + 1));
-    device_copy_in(device, index, sizeof *index * (size_t)rows);
-    moe_gather(to, pool, device, rows, H);
-    device_finish();
-    device_free(device);
-    free(index);
-}
-
-static void fill_weights(const struct bench *b, const real *pool, uint64_t seed) {
-    const struct layer_shape *s = &b->shape;
-    const struct block_offsets *o = &b->model.params.blocks[0];
-    struct expert_range experts = parallel_experts(&b->parallel, s->E);
-    int inner = (experts.end - experts.first) * s->I;
-    fill_rows(b->model.weights + o->expert_w13, pool, 2 * inner, s->H, seed);
-    fill_rows(b->model.weights + o->expert_w2, pool, inner, s->H, seed + 1);
-    if (s->S == 0) return;
-    fill_rows(b->model.weights + o->shared_w13, pool, 2 * s->S, s->H, seed + 2);
-    fill_rows(b->model.weights + o->shared_w2, pool, s->S, s->H, seed + 3);
-}
-
-static void fill_gates(const struct bench *b, uint64_t seed) {
-    size_t count = (size_t)SETS * b->shape.T * b->shape.K;
-    float *gates = host_alloc(count, sizeof *gates);
-    for (size_t i = 0; i < count; i++) gates[i] = (float)random_uniform(random_next(&seed));
-    device_accum_from_float(b->first.gates, gates, count);
-    free(gates);
-}
-
-static void fill(const struct bench *b) {
-    const struct layer_shape *s = &b->shape;
-    uint64_t seed = random_mix((uint64_t)b->parallel.rank);
-    real *inputs = pool_make(s->H, 1, 11), *weights = pool_make(s->H, 1 / sqrt(s->H), 12);
-    fill_weights(b, weights, seed);
-    fill_rows(b->first.ffn_norm, inputs, SETS * s->T, s->H, seed + 4);
-    if (b->options->backward) fill_rows(b->model.acts.dx, inputs, SETS * s->T, s->H, seed + 5);
-    fill_gates(b, seed + 6);
-    device_free(inputs);
-    device_free(weights);
-}
-
-// ---- routes ----
-
-// Rows of every expert, all ranks' tokens together, from those that this rank's tokens choose.
-static int64_t *count_rows(const struct bench *b, const int32_t *ids) {
-    int64_t *rows = host_alloc((size_t)b->shape.E, sizeof *rows);
-    for (size_t i = 0; i < (size_t)b->shape.T * b->shape.K; i++)
-        if (ids[i] >= 0) rows[ids[i]]++;
-    comm_sum_int64(b->parallel.world, rows, (size_t)b->shape.E);
-    return rows;
-}
-
-static void add_loads(struct bench *b, const int64_t *rows) {
-    int ranks = b->parallel.ep, E = b->shape.E;
-    int64_t most = 0;
-    for (int r = 0; r < ranks; r++) {
-        int64_t here = 0;
-        for (int e = parallel_first_expert(E, ranks, r); e < parallel_first_expert(E, ranks, r + 1); e++)
-            here += rows[e];
-        b->routes += (double)here / ranks / SETS;
-        if (here > most) most = here;
-    }
-    b->busiest += (double)most / SETS;
-}
-
-static int *offsets_of(const struct bench *b, const int64_t *rows) {
-    struct expert_range here = parallel_experts(&b->parallel, b->shape.E);
-    int *offsets = host_alloc((size_t)(here.end - here.first) + 1, sizeof *offsets);
-    for (int e = here.first; e < here.end; e++) offsets[e - here.first + 1] = offsets[e - here.first] + (int)rows[e];
-    return offsets;
-}
-
-// The last step is the burst of W7.
-static void route(struct bench *b) {
-    const struct layer_shape *s = &b->shape;
-    size_t count = (size_t)s->T * s->K;
-    int32_t *ids = host_alloc(count, sizeof *ids);
-    for (int i = 0; i < SETS; i++) {
-        struct route_place place = {.seed = 1, .step = ROUTE_BURST - SETS + i};
-        route_fill(ids, route_of_workload(b->workload), place, (int64_t)b->parallel.rank * s->T, s->T, s->E, s->K);
-        device_copy_in(b->first.ids + (size_t)i * count, ids, sizeof *ids * count);
-        int64_t *rows = count_rows(b, ids);
-        add_loads(b, rows);
-        b->offsets[i] = offsets_of(b, rows);
-        free(rows);
-    }
-    free(ids);
-}
 
 // ---- the layer, and the arms ----
 
@@ -244,7 +66,7 @@ static struct config config_of(const struct layer_shape *s) {
 // Why what they name cannot run here; NULL: it can. S is some I wide.
 static const char *why_no_megakernel(const struct bench *b) {
     int unit = mok_column_unit();
-    if (!mok_available(MOK_FORWARD)) return "this build has no megakernel";
+    if (!mok_available()) return "this build has no megakernel";
     if (b->parallel.ep > mok_most_ranks()) return "the megakernel takes fewer ranks";
     if (b->shape.H % unit || b->shape.I % unit) return "the megakernel does not take H and I of this shape";
     return NULL;
@@ -290,6 +112,10 @@ static void open_products(struct bench *b) {
     b->gate_up = device_alloc(sizeof(real) * most * 2 * I);
     b->hidden = device_alloc(sizeof(real) * (size_t)hidden_rows * H);
     b->out = device_alloc(sizeof(real) * most * H);
+    if (b->options->backward) {
+        b->d_hidden = device_alloc(sizeof(real) * most * I);
+        b->d_x = device_alloc(sizeof(real) * most * H);
+    }
     real *pool = pool_make(s->H, 1, 13);
     fill_rows(b->rows, pool, (int)most, s->H, 1);
     fill_rows(b->hidden, pool, hidden_rows, s->H, 2);
@@ -336,64 +162,139 @@ static void choose_set(const struct bench *b, struct model *m, int set) {
     if (m->mok) m->mok->crew.comm_workers = m->moe.comm_workers;
 }
 
-static void forward(struct bench *b, struct arm *a, int set) {
-    struct model *m = &a->model;
+static void forward(const struct bench *b, struct model *m, int set, bool unfused) {
     choose_set(b, m, set);
-    if (a->type->unfused)
-        unfused_forward(m, &b->unfused[set], b->unfused_out, b->options->pull_warps, m->acts.output, b->shape.T);
+    if (unfused)
+        unfused_forward(m, &b->unfused[set], &b->unfused_rows, b->options->pull_warps, m->acts.output, b->shape.T);
     else
         moe_forward(m, 0, m->acts.output, NULL, b->shape.T);
 }
 
-// Results of the megakernel, one behind the other in y, and its plans. Returns in how many of all ranks' passes there were
-// several macrobatches.
-static int64_t run_sets_fused(struct bench *b, struct arm *a, char *y, size_t bytes) {
+static bool has_backward(const struct bench *b, const struct arm *a) {
+    return b->options->backward && a->type->kind != ARM_PRODUCTS;
+}
+
+// Of the input set that went forward.
+static void backward(const struct bench *b, struct model *m, int set, bool unfused, bool add) {
+    size_t H = (size_t)b->shape.H, K = (size_t)b->shape.K, at = (size_t)set * (size_t)b->shape.T;
+    const real *dy = m->acts.dx + at * H;
+    accum *d_gates = m->acts.d_gates + at * K;
+    m->first_use = !add;
+    if (unfused)
+        unfused_backward(m, &b->unfused[set], &b->unfused_rows, b->options->pull_warps, m->acts.d_norm, d_gates, dy,
+                         b->shape.T);
+    else
+        moe_backward(m, 0, m->acts.d_norm, d_gates, dy, b->shape.T);
+}
+
+// ---- that unfused kernels have the megakernel's results ----
+
+enum { RESULTS = 7 };
+struct result {
+    const char *name;
+    const real *reals; // NULL: they are sums
+    const accum *sums;
+    size_t count;
+    float *wanted; // host [count] the megakernel's
+};
+
+// What forward leaves, y, and what both passes leave: dx, the gates' gradients and those of the first and the shared
+// expert's weights too. Returns how many there are.
+static int results_of(const struct bench *b, const struct model *m, int set, bool both,
+                      struct result results[RESULTS]) {
+    const struct block_offsets *o = &m->params.blocks[0];
+    const struct activations *acts = &m->acts;
+    const accum *grads = m->grads;
+    size_t T = (size_t)b->shape.T, H = (size_t)b->shape.H, I = (size_t)b->shape.I, K = (size_t)b->shape.K;
+    size_t S = (size_t)b->shape.S;
+    results[0] = (struct result){"y", acts->output, NULL, T * H, NULL};
+    if (!both) return 1;
+    results[1] = (struct result){"dx", acts->d_norm, NULL, T * H, NULL};
+    results[2] = (struct result){"d gates", NULL, acts->d_gates + (size_t)set * T * K, T * K, NULL};
+    results[3] = (struct result){"d W2", NULL, grads + o->expert_w2, I * H, NULL};
+    results[4] = (struct result){"d W13", NULL, grads + o->expert_w13, 2 * I * H, NULL};
+    if (!S) return 5;
+    results[5] = (struct result){"d shared W2", NULL, grads + o->shared_w2, S * H, NULL};
+    results[6] = (struct result){"d shared W13", NULL, grads + o->shared_w13, 2 * S * H, NULL};
+    return 7;
+}
+
+static float *read_result(const struct result *r) {
+    float *values = host_alloc(r->count, sizeof *values);
+    if (r->reals)
+        device_real_to_float(values, r->reals, r->count);
+    else
+        device_accum_to_float(values, r->sums, r->count);
+    return values;
+}
+
+// Norm of the difference over the norm of what is wanted.
+static double relative_error(const float *found, const float *wanted, size_t count) {
+    double error = 0, norm = 0;
+    for (size_t i = 0; i < count; i++) {
+        double off = (double)found[i] - wanted[i];
+        error += off * off;
+        norm += (double)wanted[i] * wanted[i];
+    }
+    return error == 0 ? 0 : sqrt(error / norm);
+}
+
+// It has the megakernel's bits.
+static void check_result(const struct result *r, int set) {
+    float *found = read_result(r);
+    double error = relative_error(found, r->wanted, r->count);
+    free(found);
+    if (!(error <= 0))
+        fail_internal("unfused",
+                      "found %s of input set %d off the megakernel's by %g of its norm, wanted the same bits", r->name,
+                      set, error);
+}
+
+// All input sets by the megakernel, in both passes or in forward alone, and its plans. Returns in how many of all ranks'
+// passes there were several macrobatches.
+static int64_t run_sets_fused(struct bench *b, struct arm *a, bool both, struct result wanted[SETS][RESULTS]) {
     struct model *m = &a->model;
     int64_t several = 0;
     for (int i = 0; i < SETS; i++) {
-        choose_set(b, m, i);
-        moe_forward(m, 0, m->acts.output, NULL, b->shape.T);
-        device_copy_out(y + (size_t)i * bytes, m->acts.output, bytes);
+        forward(b, m, i, false);
+        if (both) backward(b, m, i, false, false);
         several += unfused_plan_open(&b->unfused[i], m->mok) > 1;
+        int count = results_of(b, m, i, both, wanted[i]);
+        for (int r = 0; r < count; r++) wanted[i][r].wanted = read_result(&wanted[i][r]);
     }
     comm_sum_int64(b->parallel.world, &several, 1);
     return several;
 }
 
-// That the unfused kernels give the same bits. What a pass finds in memory is of another input set.
-static void check_sets_unfused(struct bench *b, struct arm *a, const char *y, size_t bytes) {
-    char *found = host_alloc(bytes, 1);
+// What a pass finds in memory is of another input set.
+static void check_sets_unfused(const struct bench *b, struct model *m, bool both, struct result wanted[SETS][RESULTS]) {
     for (int i = 0; i < SETS; i++) {
-        const char *wanted = y + (size_t)i * bytes;
-        size_t at = 0;
-        forward(b, a, i);
-        device_copy_out(found, a->model.acts.output, bytes);
-        if (memcmp(found, wanted, bytes) == 0) continue;
-        while (found[at] == wanted[at]) at++;
-        fail_internal("unfused", "found other bits than the megakernel's in token %zu of input set %d, wanted the same",
-                      at / sizeof(real) / (size_t)b->shape.H, i);
+        forward(b, m, i, true);
+        if (both) backward(b, m, i, true, false);
+        for (int r = 0; r < RESULTS && wanted[i][r].wanted; r++) check_result(&wanted[i][r], i);
     }
-    free(found);
 }
 
 // Whether every rank's rows fit into its ring.
 static bool open_unfused(struct bench *b, struct arm *a) {
-    size_t bytes = sizeof(real) * (size_t)b->shape.T * (size_t)b->shape.H;
-    char *y = host_alloc(SETS, bytes);
-    bool fits = run_sets_fused(b, a, y, bytes) == 0;
+    struct result wanted[SETS][RESULTS] = {0};
+    bool both = has_backward(b, a);
+    bool fits = run_sets_fused(b, a, both, wanted) == 0;
     if (fits) {
-        b->unfused_out = device_alloc(sizeof(real) * (size_t)a->model.mok->shape.ring_rows * (size_t)b->shape.H);
-        check_sets_unfused(b, a, y, bytes);
+        unfused_rows_open(&b->unfused_rows, &a->model.mok->shape, b->options->backward);
+        check_sets_unfused(b, &a->model, both, wanted);
     }
-    free(y);
+    for (int i = 0; i < SETS; i++)
+        for (int r = 0; r < RESULTS; r++) free(wanted[i][r].wanted);
     return fits;
 }
 
 static void close_unfused(struct bench *b) {
     for (int i = 0; i < SETS; i++) unfused_plan_close(&b->unfused[i]);
-    device_free(b->unfused_out);
-    b->unfused_out = NULL;
+    unfused_rows_close(&b->unfused_rows);
 }
+
+// ---- opening ----
 
 static void open_samples(struct arm *a, int most) {
     for (int l = 0; l < LOADS; l++)
@@ -434,7 +335,8 @@ static void open_arms(struct bench *b) {
         if (!why) why = open_arm(b, &b->arms[b->arm_count], t);
         if (why && is_leader(b)) printf("%s is left out: %s\n", t->name, why);
         if (why) continue;
-        open_samples(&b->arms[b->arm_count++], most);
+        struct arm *a = &b->arms[b->arm_count++];
+        open_samples(a, most);
     }
 }
 
@@ -458,7 +360,7 @@ static void bench_close(struct bench *b) {
         for (int l = 0; l < LOADS; l++)
             for (int m = 0; m < MEASURES; m++) free(a->samples[l].seconds[m]);
     }
-    void *device[] = {b->rows, b->gate_up, b->hidden, b->out, b->meeting};
+    void *device[] = {b->rows, b->gate_up, b->hidden, b->out, b->d_hidden, b->d_x, b->meeting};
     for (size_t i = 0; i < sizeof device / sizeof *device; i++) device_free(device[i]);
     close_unfused(b);
     for (int i = 0; i < SETS; i++) free(b->offsets[i]);
@@ -481,44 +383,67 @@ static void trace_if(const struct bench *b, enum measure pass) {
     operation_trace = b->traced == pass ? b->trace : NULL;
 }
 
-static bool has_backward(const struct bench *b, const struct arm *a) {
-    return b->options->backward && a->type->kind != ARM_PRODUCTS && !a->type->unfused &&
-           (a->type->kind != ARM_MOK || mok_available(MOK_BACKWARD));
+// Kinds and input sets take turns, but not in step: each kind meets every set.
+static enum kind next_kind(struct arm *a) {
+    int number = a->passes++;
+    return (enum kind)((number + number / SETS) % KINDS);
 }
 
+// Between the passes of the last kind there is no meeting.
 static void pass_layer(struct bench *b, struct arm *a, int set, bool timed, struct interval *out) {
-    struct model *m = &a->model;
-    size_t H = (size_t)b->shape.H, K = (size_t)b->shape.K, at = (size_t)set * (size_t)b->shape.T;
+    static const enum measure backward_of_kind[KINDS] = {
+        [STORES] = BACKWARD, [ADDS] = BACKWARD_ADD, [JOINED] = FORWARD_BACKWARD};
+    bool both = has_backward(b, a);
+    enum kind kind = !both || b->trace ? STORES : next_kind(a);
     meet(b);
     trace_if(b, FORWARD);
-    out[FORWARD].begin = mark_if(timed);
-    forward(b, a, set);
-    out[FORWARD].end = mark_if(timed);
+    int begin = mark_if(timed);
+    forward(b, &a->model, set, a->type->unfused);
     operation_trace = NULL;
-    if (!has_backward(b, a)) return;
-    meet(b);
+    if (kind != JOINED) out[FORWARD] = (struct interval){begin, mark_if(timed)};
+    if (!both) return;
+    if (kind != JOINED) meet(b);
     trace_if(b, BACKWARD);
-    out[BACKWARD].begin = mark_if(timed);
-    moe_backward(m, 0, m->acts.d_norm, m->acts.d_gates + at * K, m->acts.dx + at * H, b->shape.T);
-    out[BACKWARD].end = mark_if(timed);
+    if (kind != JOINED) begin = mark_if(timed);
+    backward(b, &a->model, set, a->type->unfused, kind == ADDS);
+    out[backward_of_kind[kind]] = (struct interval){begin, mark_if(timed)};
     operation_trace = NULL;
 }
 
+// What a layer multiplies in its experts. Where backward reads what forward has written, it is random all the same.
 static void pass_products(const struct bench *b, const struct arm *a, int set, bool timed, struct interval *out) {
     const struct layer_shape *s = &b->shape;
     const struct block_offsets *o = &a->model.params.blocks[0];
+    const real *w13 = a->model.weights + o->expert_w13, *w2 = a->model.weights + o->expert_w2;
     struct expert_range here = parallel_experts(&b->parallel, s->E);
-    int experts = here.end - here.first;
+    const int experts = here.end - here.first, *offsets = b->offsets[set], H = s->H, I = s->I;
     grouped_matmul_choose(a->type->core);
     meet(b);
     int begin = mark_if(timed);
-    grouped_matmul_nt(b->gate_up, b->rows, a->model.weights + o->expert_w13, b->offsets[set], experts, 2 * s->I, s->H);
+    grouped_matmul_nt(b->gate_up, b->rows, w13, offsets, experts, 2 * I, H);
     int middle = mark_if(timed);
-    grouped_matmul_nn(b->out, b->hidden, a->model.weights + o->expert_w2, b->offsets[set], experts, s->H, s->I);
+    grouped_matmul_nn(b->out, b->hidden, w2, offsets, experts, H, I);
     int end = mark_if(timed);
     out[GATE_UP] = (struct interval){begin, middle};
     out[DOWN] = (struct interval){middle, end};
     out[BOTH] = (struct interval){begin, end};
+    if (!b->options->backward) return;
+    int marks[5];
+    meet(b);
+    marks[0] = mark_if(timed);
+    grouped_matmul_nt(b->d_hidden, b->out, w2, offsets, experts, I, H);
+    marks[1] = mark_if(timed);
+    grouped_matmul_nn(b->d_x, b->gate_up, w13, offsets, experts, H, 2 * I);
+    marks[2] = mark_if(timed);
+    grouped_matmul_tn(a->model.grads + o->expert_w2, b->hidden, b->out, offsets, experts, I, H, false);
+    marks[3] = mark_if(timed);
+    grouped_matmul_tn(a->model.grads + o->expert_w13, b->gate_up, b->rows, offsets, experts, 2 * I, H, false);
+    marks[4] = mark_if(timed);
+    out[D_HIDDEN] = (struct interval){marks[0], marks[1]};
+    out[D_X] = (struct interval){marks[1], marks[2]};
+    out[D_W2] = (struct interval){marks[2], marks[3]};
+    out[D_W13] = (struct interval){marks[3], marks[4]};
+    out[FOUR] = (struct interval){marks[0], marks[4]};
 }
 
 // With the next input set. out [MEASURES]
@@ -556,13 +481,19 @@ static void begin_marks(const struct bench *b) {
 
 static int passes_of_load(const struct arm *a) { return 1 + (int)(1e-3 * LOAD_MS / a->seconds); }
 
+// The end of something that a pass has measured.
+static int any_mark(const struct interval marks[MEASURES]) {
+    int m = 0;
+    while (marks[m].begin < 0) m++;
+    return marks[m].end;
+}
+
 // Seconds of every measure of every pass, 0 where there is none. Returns the clock, read while the device works on
 // them.
 static unsigned time_passes(struct bench *b, struct arm *a, int passes, double seconds[MOST_PASSES][MEASURES]) {
     struct interval marks[MOST_PASSES][MEASURES] = {0};
-    enum measure last = a->type->kind == ARM_PRODUCTS ? BOTH : FORWARD;
     for (int i = 0; i < passes; i++) pass(b, a, true, marks[i]);
-    device_mark_seconds(marks[passes / 2][last].end);
+    device_mark_seconds(any_mark(marks[passes / 2]));
     unsigned mhz = clock_mhz();
     device_finish();
     for (int i = 0; i < passes; i++)
@@ -576,12 +507,14 @@ static unsigned time_passes(struct bench *b, struct arm *a, int passes, double s
 
 // The first passes load kernels and take memory.
 static void warm_up(struct bench *b, struct arm *a) {
-    enum { WARM_PASSES = SETS };
-    double seconds[MOST_PASSES][MEASURES];
+    static const enum measure whole[] = {FORWARD, BACKWARD, BACKWARD_ADD, FORWARD_BACKWARD, BOTH, FOUR};
+    double seconds[MOST_PASSES][MEASURES], sum = 0;
     begin_marks(b);
-    passes_untimed(b, a, WARM_PASSES);
-    time_passes(b, a, 1, seconds);
-    a->seconds = fmax(seconds[0][FORWARD] + seconds[0][BACKWARD] + seconds[0][BOTH], 1e-6);
+    passes_untimed(b, a, KINDS);
+    time_passes(b, a, KINDS, seconds);
+    for (int i = 0; i < KINDS; i++)
+        for (size_t m = 0; m < sizeof whole / sizeof *whole; m++) sum += seconds[i][whole[m]];
+    a->seconds = fmax(sum / KINDS, 1e-6);
 }
 
 static void take_turn(struct bench *b, struct arm *a, enum load load) {
@@ -604,164 +537,6 @@ static void take_turns(struct bench *b, enum load load) {
         for (int i = 0; i < b->arm_count; i++) take_turn(b, &b->arms[i], load);
         for (int i = b->arm_count - 1; i >= 0; i--) take_turn(b, &b->arms[i], load);
     }
-}
-
-// ---- rows of the table ----
-
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double flops_of(const struct bench *b, enum measure m) {
-    const struct layer_shape *s = &b->shape;
-    double product = 2.0 * s->H * s->I * b->busiest, layer = 6.0 * s->H * (s->I * b->routes + (double)s->S * s->T);
-    const double flops[MEASURES] = {
-        [FORWARD] = layer, [BACKWARD] = 2 * layer, [GATE_UP] = 2 * product, [DOWN] = product, [BOTH] = 3 * product};
-    return flops[m];
-}
-
-static double busiest_share(const struct bench *b) { return b->routes > 0 ? b->busiest / b->routes : 1; }
-
-static void print_head(void) {
-    printf("%6s %5s %5s %4s %3s %5s %3s %-4s %7s %-27s %-9s %-9s %9s %9s %9s %8s %5s %7s %7s\n", "T", "H", "I", "E",
-           "K", "S", "EP", "work", "busiest", "arm", "pass", "load", "ms", "p10", "p90", "TFLOP/s", "MHz", "of MHz",
-           "of peak");
-}
-
-static void print_sizes(const struct bench *b, const char *arm, const char *pass, const char *load) {
-    const struct layer_shape *s = &b->shape;
-    printf("%6d %5d %5d %4d %3d %5d %3d W%-3d %7.3f %-27s %-9s %-9s", s->T, s->H, s->I, s->E, s->K, s->S,
-           b->parallel.ep, b->workload, busiest_share(b), arm, pass, load);
-}
-
-static cJSON *json_sizes(const struct bench *b, const char *arm, const char *pass, const char *load) {
-    const struct layer_shape *s = &b->shape;
-    const struct {
-        const char *name;
-        int value;
-    } sizes[] = {{"T", s->T}, {"H", s->H}, {"I", s->I}, {"E", s->E}, {"K", s->K}, {"S", s->S}, {"EP", b->parallel.ep}};
-    cJSON *row = cJSON_CreateObject();
-    char workload[4];
-    snprintf(workload, sizeof workload, "W%d", b->workload);
-    cJSON_AddStringToObject(row, "device", device_name());
-    cJSON_AddStringToObject(row, "shape", s->name);
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        cJSON_AddNumberToObject(row, sizes[i].name, sizes[i].value);
-    cJSON_AddStringToObject(row, "workload", workload);
-    cJSON_AddNumberToObject(row, "busiest", busiest_share(b));
-    cJSON_AddStringToObject(row, "arm", arm);
-    cJSON_AddStringToObject(row, "pass", pass);
-    cJSON_AddStringToObject(row, "load", load);
-    return row;
-}
-
-// Takes row.
-static void write_json(const struct bench *b, cJSON *row) {
-    char *text = cJSON_PrintUnformatted(row);
-    if (!text) fail_internal("--json", "found no memory for a row");
-    if (fprintf(b->json, "%s\n", text) < 0 || fflush(b->json) != 0)
-        fail_internal(b->options->json, "cannot write a row; free some space there or name another file");
-    cJSON_free(text);
-    cJSON_Delete(row);
-}
-
-// Percent of a whole that may be unknown.
-static void print_share(double part, double whole) {
-    if (whole > 0)
-        printf(" %6.1f%%", 100 * part / whole);
-    else
-        printf(" %7s", "-");
-}
-
-static void print_row(const struct bench *b, const struct arm *a, enum load load, enum measure m) {
-    const struct samples *s = &a->samples[load];
-    double *sorted = s->seconds[m];
-    int count = s->count[m];
-    if (count == 0) return;
-    qsort(sorted, (size_t)count, sizeof *sorted, compare_doubles);
-    double ms = 1e3 * sorted[count / 2], p10 = 1e3 * sorted[count / 10], p90 = 1e3 * sorted[count - 1 - count / 10];
-    double rate = flops_of(b, m) / (1e-3 * ms), mhz = s->clocks ? s->mhz / s->clocks : 0;
-    print_sizes(b, a->name, measure_names[m], load_names[load]);
-    printf(" %9.4f %9.4f %9.4f %8.1f", ms, p10, p90, 1e-12 * rate);
-    if (s->clocks)
-        printf(" %5.0f", mhz);
-    else
-        printf(" %5s", "-");
-    print_share(rate, peak_at(mhz));
-    print_share(rate, device_peak_flops());
-    putchar('\n');
-    if (!b->json) return;
-    cJSON *row = json_sizes(b, a->name, measure_names[m], load_names[load]);
-    cJSON_AddNumberToObject(row, "ms", ms);
-    cJSON_AddNumberToObject(row, "p10", p10);
-    cJSON_AddNumberToObject(row, "p90", p90);
-    cJSON_AddNumberToObject(row, "tflops", 1e-12 * rate);
-    if (s->clocks) cJSON_AddNumberToObject(row, "mhz", mhz);
-    cJSON_AddNumberToObject(row, "passes", count);
-    write_json(b, row);
-}
-
-static void print_rows(const struct bench *b) {
-    for (int l = 0; l < LOADS; l++)
-        for (int m = 0; m < MEASURES; m++)
-            for (int i = 0; i < b->arm_count; i++) print_row(b, &b->arms[i], (enum load)l, (enum measure)m);
-    fflush(stdout);
-}
-
-// ---- parts of a pass ----
-
-// Seconds of one operation in all passes.
-struct part {
-    const char *name;
-    int calls;
-    double seconds;
-};
-
-static int collect_parts(const struct trace *t, struct part parts[PARTS]) {
-    const struct trace_track *device = &t->tracks[trace_device_track(t)];
-    int count = 0;
-    for (size_t i = 0; i < device->count; i++) {
-        const struct trace_event *e = &device->events[i];
-        int p = 0;
-        while (p < count && strcmp(parts[p].name, e->name) != 0) p++;
-        if (p == PARTS) continue;
-        if (p == count) parts[count++] = (struct part){.name = e->name};
-        parts[p].calls++;
-        parts[p].seconds += e->end - e->begin;
-    }
-    return count;
-}
-
-// flops 0: those of the part are not known.
-static void print_part(const struct bench *b, const struct arm *a, enum measure m, const struct part *p, int passes,
-                       double whole, double flops, double mhz) {
-    double seconds = p->seconds / passes, calls = (double)p->calls / passes;
-    print_sizes(b, a->name, measure_names[m], load_names[SUSTAINED]);
-    printf("   %-24s %5.1f %9.4f %6.1f%%", p->name, calls, 1e3 * seconds, 100 * seconds / whole);
-    if (flops > 0) printf(" %8.1f TFLOP/s at %.0f MHz", 1e-12 * flops / seconds, mhz);
-    putchar('\n');
-    if (!b->json) return;
-    cJSON *row = json_sizes(b, a->name, measure_names[m], load_names[SUSTAINED]);
-    cJSON_AddStringToObject(row, "part", p->name);
-    cJSON_AddNumberToObject(row, "calls", calls);
-    cJSON_AddNumberToObject(row, "ms", 1e3 * seconds);
-    cJSON_AddNumberToObject(row, "share", seconds / whole);
-    if (flops > 0) cJSON_AddNumberToObject(row, "tflops", 1e-12 * flops / seconds);
-    write_json(b, row);
-}
-
-static void print_parts(const struct bench *b, const struct arm *a, enum measure m, const struct trace *t, int passes,
-                        double whole, double mhz) {
-    struct part parts[PARTS], rest = {"between operations", 0, whole * passes};
-    int count = collect_parts(t, parts);
-    for (int i = 0; i < count; i++) {
-        bool megakernel = strcmp(parts[i].name, "mok_run") == 0;
-        print_part(b, a, m, &parts[i], passes, whole, megakernel ? flops_of(b, m) : 0, mhz);
-        rest.seconds -= parts[i].seconds;
-    }
-    print_part(b, a, m, &rest, passes, whole, 0, mhz);
-    fflush(stdout);
 }
 
 // Where the time of a pass goes on rank 0, under load: means over the passes.

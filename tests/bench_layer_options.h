@@ -151,20 +151,22 @@ static void read_arms(struct options *o, const char *text) {
 // ---- all of them ----
 
 static void print_help(void) {
-    printf("Times the MoE layer alone, as its ranks run it: started alone, or by mpirun with one rank for each GPU.\n\n"
-           "  --shape NAME         one of the shapes below, or T,H,I,E,K,S, or all; may be repeated\n"
-           "  --workload W0        W0 to W7 (model/route.h), or all; may be repeated\n"
-           "  --arms LIST          names with commas between them; default: all that this build has\n"
-           "  --comm-workers N     thread blocks of mok-movers that only move rows; without it that arm is left out\n"
-           "  --pull-warps %d      warps of each multiprocessor that pull in unfused, at most so many\n"
-           "  --chunks 4           of the arms that overlap exchanges with products\n"
-           "  --iterations 100     passes that are timed of each arm and load, at least\n"
-           "  --load LOAD          burst or sustained; default: both\n"
-           "  --backward           the backward pass too, of arms that have it\n"
-           "  --parts              where the time of a pass goes in all arms; else in mok and unfused alone\n"
-           "  --json FILE          adds every row to a file as a line of JSON\n"
-           "\nshapes (the first %d unless said):\n",
-           UNFUSED_WARPS, DEFAULT_SHAPES);
+    printf(
+        "Times the MoE layer alone, as its ranks run it: started alone, or by mpirun with one rank for each GPU.\n\n"
+        "  --shape NAME         one of the shapes below, or T,H,I,E,K,S, or all; may be repeated\n"
+        "  --workload W0        W0 to W7 (model/route.h), or all; may be repeated\n"
+        "  --arms LIST          names with commas between them; default: all that this build has\n"
+        "  --comm-workers N     thread blocks of mok-movers that only move rows; without it that arm is left out\n"
+        "  --pull-warps %d      warps of each multiprocessor that pull in unfused, at most so many\n"
+        "  --chunks 4           of the arms that overlap exchanges with products\n"
+        "  --iterations 100     passes that are timed of each arm and load, at least; with --backward a third of them\n"
+        "                       stores the gradients of weights, a third adds them, and a third is timed as a whole\n"
+        "  --load LOAD          burst or sustained; default: both\n"
+        "  --backward           the backward pass too, and its products\n"
+        "  --parts              where the time of a pass goes in all arms; else in mok and unfused alone\n"
+        "  --json FILE          adds every row to a file as a line of JSON\n"
+        "\nshapes (the first %d unless said):\n",
+        UNFUSED_WARPS, DEFAULT_SHAPES);
     for (int i = 0; i < KNOWN_SHAPES; i++) {
         const struct layer_shape *s = &known_shapes[i];
         printf("  %-18s T %5d, H %4d, I %4d, E %3d, K %2d, S %d\n", s->name, s->T, s->H, s->I, s->E, s->K, s->S);

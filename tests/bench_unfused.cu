@@ -7,7 +7,7 @@
 
 static __global__ void __launch_bounds__(UNFUSED_WARPS * 32, 1)
     pull_kernel(const __grid_constant__ struct mok_parameters p) {
-    pull_all(p, MOK_FORWARD);
+    pull_all<MOK_FORWARD>(p);
 }
 
 void unfused_pull(const struct mok_parameters *q, int32_t *counters, int warps) {
@@ -57,14 +57,15 @@ static __device__ __forceinline__ void push_rows(const uint4 *from, uint4 *to, i
 // tasks.
 static __global__ void __launch_bounds__(UNFUSED_WARPS * 32, 1)
     push_kernel(const __grid_constant__ struct mok_parameters p, const real *out) {
-    int lane = (int)threadIdx.x % 32, total = mok_move_total(&p.shape, p.plan), units = p.shape.hidden / 8;
+    const struct mok_plan plan = mok_plan_of(p);
+    int lane = (int)threadIdx.x % 32, total = mok_move_total(&p.shape, &plan), units = p.shape.hidden / 8;
     for (;;) {
         int ticket = lane == 0 ? atomicAdd(p.tickets[MOK_NEXT_TASK], 1) : 0;
         ticket = __shfl_sync(ALL_LANES, ticket, 0);
         if (ticket >= total) return;
-        struct mok_move move = mok_move_at(&p.shape, p.plan, MOK_FORWARD, ticket);
+        struct mok_move move = mok_move_at(&p.shape, &plan, MOK_FORWARD, ticket);
         int row = move.block * MOK_BLOCK_ROWS + move.first;
-        uint4 *to = lane < p.shape.move_rows ? push_target(p, p.rows[row + lane]) : NULL;
+        uint4 *to = lane < p.shape.move_rows ? push_target(p, p.plan.rows[row + lane]) : NULL;
         const uint4 *from = (const uint4 *)out + (size_t)row * (size_t)units;
         if (units > 32 * PULL_LOADS / 2)
             push_rows<1>(from, to, p.shape.move_rows, units);
@@ -76,5 +77,21 @@ static __global__ void __launch_bounds__(UNFUSED_WARPS * 32, 1)
 void unfused_push(const struct mok_parameters *q, const real *out) {
     OPERATION();
     push_kernel<<<(unsigned)cuda_multiprocessors(), 32 * UNFUSED_WARPS, 0, cuda_stream()>>>(*q, out);
+    cuda_check_launch();
+}
+
+static __global__ void push_gates_kernel(const __grid_constant__ struct mok_parameters p, size_t d_gates_at,
+                                         const accum *d_gates) {
+    int rows = p.plan.device->blocks * MOK_BLOCK_ROWS, each = (int)(gridDim.x * blockDim.x);
+    for (int r = (int)(blockIdx.x * blockDim.x + threadIdx.x); r < rows; r += each) {
+        struct mok_row row = p.plan.rows[r];
+        if (row.source >= 0) ((accum *)(p.peers.base[row.source] + d_gates_at))[row.slot] = d_gates[r];
+    }
+}
+
+void unfused_push_gates(const struct mok_parameters *q, size_t d_gates_at, const accum *d_gates) {
+    OPERATION();
+    push_gates_kernel<<<(unsigned)cuda_multiprocessors(), 32 * UNFUSED_WARPS, 0, cuda_stream()>>>(*q, d_gates_at,
+                                                                                                  d_gates);
     cuda_check_launch();
 }

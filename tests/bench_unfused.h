@@ -19,6 +19,8 @@ enum { UNFUSED_WARPS = 12 };
 void unfused_pull(const struct mok_parameters *q, int32_t *counters, int warps);
 // Rows of out [ring_rows, H] to the slots of their tokens, by UNFUSED_WARPS warps of every multiprocessor. After a pull.
 void unfused_push(const struct mok_parameters *q, const real *out);
+// d_gates [ring_rows] of rows to their slots in the ranks' [tokens, K], which lie at d_gates_at in symmetric memory.
+void unfused_push_gates(const struct mok_parameters *q, size_t d_gates_at, const accum *d_gates);
 
 #ifdef __cplusplus
 }
