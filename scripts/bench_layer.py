@@ -17,7 +17,7 @@ fwd+bwd-bf16 are the time until autograd is done, which is less work than ours. 
 
 With --beside each shape is measured in the order ours, torch, torch, ours, half of the passes in each run, and the table
 has means of the two medians; a ratio above 1 says that ours is faster, the last one than torch to BF16. The layer's clock
-begins when ids and gates are there. Only W0, balanced routes.
+begins when ids and gates are there. Only W0, balanced routes; with --beside ours runs alone in other workloads.
 
 Exit code 2: something is missing. Needs torch 2.8 or later, and a GPU for each rank.
 """
@@ -571,11 +571,32 @@ def program_flags(options):
     return words
 
 
+def program_command(options):
+    mpirun = [*os.environ.get("MPIRUN", "mpirun").split(), "-n", str(options.ranks)] if options.ranks > 1 else []
+    return [*mpirun, options.beside]
+
+
+def bench_ours(options, workloads):
+    """Workloads that torch does not have here: as the program prints them."""
+    words = program_command(options) + ["--iterations", str(options.iterations)] + program_flags(options)
+    for flag, values in (("--shape", options.shape or []), ("--workload", workloads), ("--load", options.load)):
+        for value in values:
+            words += [flag, value]
+    words += ["--backward"] if options.backward else []
+    words += ["--json", options.json] if options.json else []
+    sys.stdout.flush()
+    try:
+        code = subprocess.run(words).returncode
+    except OSError as error:
+        fail(words[0], f"cannot be run: {error.strerror}")
+    if code != 0:
+        sys.exit(code)
+
+
 def bench_beside(options, shapes):
     ranks = str(options.ranks)
-    mpirun = [*os.environ.get("MPIRUN", "mpirun").split(), "-n", ranks] if options.ranks > 1 else []
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if options.ranks > 1 else []
-    commands = {"ours": [*mpirun, options.beside], "torch": [sys.executable, *torchrun, os.path.abspath(__file__)]}
+    commands = {"ours": program_command(options), "torch": [sys.executable, *torchrun, os.path.abspath(__file__)]}
     with tempfile.TemporaryDirectory() as folder:
         for name, _ in shapes:
             runs, said = {"ours": [], "torch": []}, []
@@ -621,7 +642,7 @@ def read_flags():
                                      allow_abbrev=False)  # fmt: skip
     add = parser.add_argument
     add("--shape", action="append", metavar="NAME", help="name, T,H,I,E,K,S, or all; may be repeated")
-    add("--workload", action="append", metavar="W0", choices=WORKLOADS, help="W0 is all that there is here")
+    add("--workload", action="append", metavar="W0", choices=WORKLOADS, help="of torch W0 alone")
     add("--iterations", type=number_from(1), default=100, metavar="N", help="passes that are timed, at least (100)")
     add("--load", action="append", choices=list(PASSES), help="default: both")
     add("--backward", action="store_true", help="the backward pass too, as bench_layer")
@@ -639,14 +660,17 @@ def read_flags():
 
 def main():
     options = read_flags()
-    if options.workload and not {"W0", "all"} & set(options.workload):
-        print(f"bench_layer.py: {', '.join(options.workload)} is left out: W0 is all that there is here")
-        return
+    workloads = WORKLOADS[:-1] if "all" in (options.workload or []) else options.workload or ["W0"]
+    others = [workload for workload in workloads if workload != "W0"]
     shapes = [shape for text in options.shape or DEFAULT_SHAPES for shape in read_shape(text)]
-    if options.beside:
+    if others and not options.beside:
+        print(f"bench_layer.py: {', '.join(others)} is left out: torch has W0 alone here")
+    if "W0" in workloads and options.beside:
         bench_beside(options, shapes)
-    else:
+    elif "W0" in workloads:
         bench_torch(options, shapes)
+    if others and options.beside:
+        bench_ours(options, others)
 
 
 if __name__ == "__main__":
