@@ -286,7 +286,7 @@ test-sanitized: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS) $(FUZZ_TARGETS)
 	    sh tests/run.sh $(TEST_RUNS) $(TSAN_TESTS:%=build/tsan/tests/%) tests/fuzz.sh
 
 BENCH_RANKS ?= $(or $(CUDA_GPUS),1)
-# Some three minutes. Of a flag that stands twice the last one counts.
+# Fewer passes than the program times by itself. Of a flag that stands twice the last one counts.
 BENCH_SHORT = --backward --iterations 60
 bench: $(CUDA)/tests/bench_layer
 	@if python3 -c 'import torch' 2>/dev/null; then \

@@ -188,9 +188,9 @@ static __device__ __forceinline__ void tile_load_all(struct tile_shared<Task> *s
         memcpy(&shared->tasks[place.stage], &next, sizeof next);
         barrier_arrive(shared_address(&shared->task_barriers.full[place.stage]));
         place.next();
-        int words;
-        memcpy(&words, &next, sizeof words);
-        if (words < 0) return;
+        int first;
+        memcpy(&first, &next, sizeof first);
+        if (first < 0) return;
         int number = atomicAdd(tickets, 1); // which has come by the time it is looked up
         Task task = next;
         load(loader, task, [&] { next = look(number); });
