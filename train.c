@@ -124,7 +124,7 @@ static void train(const struct options *o, const struct input *in, const struct 
     } else {
         // First, since it looks whether the trace can be written: run_folder_begin may remove a run.
         int workers = o->moe.kind == MOE_MOK ? mok_traced_workers(moe_mok_workers(&o->moe)) : 0;
-        trace_open_run(&trace, parallel->world, o->trace, workers, t.step, o->steps);
+        trace_open_run(&trace, parallel->world, o->trace, workers, o->trace_step, t.step, o->steps);
         if (leader_is_here(parallel->world)) run_folder_begin(o);
         log_open(&log, &t, o->out);
         t.model.trace = &trace.trace;

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "data/files.h"
@@ -137,6 +138,13 @@ static void append_duration(struct line *line, double seconds) {
         append(line, "%ldh%02ldm", s / 3600, s % 3600 / 60);
 }
 
+// When the step had been taken, to be set beside what else was recorded of the machine.
+static double unix_time(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
 // What a step's duration says.
 struct rates {
     double seconds, tokens_per_second, mfu, eta;
@@ -194,6 +202,7 @@ void log_step(struct run_log *log, const struct trainer *t, const struct step_re
     }
     add_number(json, "tokens", (double)t->tokens);
     add_number(json, "epoch", (double)epoch_of(t));
+    add_number(json, "unix_time", unix_time());
     add_number(json, "seconds", rates.seconds);
     add_number(json, "tokens_per_second", rates.tokens_per_second);
     add_number(json, "mfu_causal", rates.mfu);

@@ -101,6 +101,7 @@ static const struct flag flags[] = {
     {RANKS, "expert-gemm", "cublaslt|own", MEMBER(moe.expert_gemm), 0, 0, START, "alltoall: what multiplies in the experts, cuBLASLt or this program's own code; a build for CPUs has only its own"},
     {RANKS, "route", "learned|balanced|W1|W2|W3|W4|W5|W6|W7", MEMBER(moe.route), 0, 0, FIXED, "learned: the router chooses; others force a load for benchmarks (W1 to W7 are uneven), and the model learns nothing sensible"},
     {RANKS, "trace", "FILE", MEMBER(trace), 0, 0, START, "write what every worker did when, for Perfetto or chrome://tracing, and print where the time of a step goes"},
+    {RANKS, "trace-step", "N", MEMBER(trace_step), 0, MANY, START, "the step that --trace records; 0: the third that is taken, or the last"},
     {RANKS, "timeout", "X", MEMBER(timeout), SMALL, MANY, START, "seconds that a rank waits for others before the job ends with an error"},
     {RANKS, "ranks", "N", MEMBER(ranks), 0, MANY, START, "with --plan: plan for N ranks, without running them; 0: as many as there are"},
     {RANKS, "memory", "X", MEMBER(memory), 0, 1e9, START, "with --plan: compare a rank with so many GiB, those of one GPU; 0: with what is here"},
@@ -454,6 +455,8 @@ static void check_modes(const struct options *o, bool prompt_given, bool tempera
                   o->ranks);
     if (o->memory > 0 && !o->plan)
         fail_user("--memory", "found without --plan, wanted both: a run takes what it needs, which --plan says");
+    if (o->trace_step && !o->trace[0])
+        fail_user("--trace-step", "found without --trace, wanted --trace FILE: where to write what is recorded");
     if (o->override && !o->resume)
         fail_user("--override", "found without --resume, wanted both: it lets a run go on with other settings");
     if (o->generate && o->evaluate) fail_user("--generate", "found beside --evaluate, wanted one of them");

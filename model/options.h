@@ -36,6 +36,7 @@ struct options {
     int ep; // ranks of an EP group; 0: chosen
     struct moe_settings moe;
     char trace[OPTION_TEXT]; // file; empty: none
+    int64_t trace_step;      // 0: the third
     double timeout;          // seconds that a rank waits for others
     int ranks;               // with plan: of the job that is planned; 0: those that there are
     double memory;           // with plan: GiB that a rank is compared with; 0: what there is here

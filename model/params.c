@@ -187,9 +187,10 @@ size_t params_total(const struct params *p) {
 
 // ---- between memory and file ----
 
-// to [cols, rows] = transpose of from [rows, cols], in squares that stay in the cache.
+// to [cols, rows] = transpose of from [rows, cols], in squares that stay in the cache; of small ones by this thread alone.
 static void transpose(float *to, const float *from, size_t rows, size_t cols) {
-    enum { SQUARE = 32 };
+    enum { SQUARE = 32, SMALL = 1 << 20 };
+#pragma omp parallel for if (rows * cols > SMALL)
     for (size_t i0 = 0; i0 < rows; i0 += SQUARE)
         for (size_t j0 = 0; j0 < cols; j0 += SQUARE)
             for (size_t i = i0; i < rows && i < i0 + SQUARE; i++)

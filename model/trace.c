@@ -316,13 +316,20 @@ void trace_check_path(const char *path) {
 
 // ---- the trace of a run ----
 
-void trace_open_run(struct run_trace *r, struct comm *world, const char *path, int workers, int64_t done,
+static void check_step(int64_t step, int64_t done, int64_t steps) {
+    if (step > done && step <= steps) return;
+    fail_user("--trace-step", "found %" PRId64 ", wanted a step that this run takes: from %" PRId64 " to %" PRId64,
+              step, done + 1, steps);
+}
+
+void trace_open_run(struct run_trace *r, struct comm *world, const char *path, int workers, int64_t step, int64_t done,
                     int64_t steps) {
     *r = (struct run_trace){.world = world, .path = path};
     if (!*path) return;
     if (comm_rank(world) == 0) trace_check_path(path);
+    if (comm_rank(world) == 0 && step) check_step(step, done, steps);
     trace_open(&r->trace, workers, TRACE_EVENTS_PER_TRACK);
-    r->step = done + TRACE_STEP < steps ? done + TRACE_STEP : steps;
+    r->step = step ? step : done + TRACE_STEP < steps ? done + TRACE_STEP : steps;
 }
 
 void trace_begin_step(struct run_trace *r, int64_t step) {

@@ -1,11 +1,11 @@
 // --trace FILE: what every worker of every rank did in one optimizer step, for chrome://tracing, ui.perfetto.dev and
 // scripts/plot_trace.py.
 //
-// One step is recorded: the third that a run takes, when threads, buffers and caches are warm, or the last of a run with
-// fewer. In train.c:
+// One step is recorded: if nobody asks for another one, the third that a run takes, when threads, buffers and caches are
+// warm, or the last of a run with fewer. In train.c:
 //
 //     struct run_trace trace;
-//     trace_open_run(&trace, world, o->trace, workers, t.step, o->steps);   // then hand &trace.trace to who records
+//     trace_open_run(&trace, world, o->trace, workers, 0, t.step, o->steps);   // then hand &trace.trace to who records
 //     ... trace_begin_step(&trace, t->step + 1); trainer_step(t); trace_end_step(&trace); ...
 //     trace_close_run(&trace);
 //
@@ -82,9 +82,9 @@ struct run_trace {
     bool written;
 };
 
-// path must outlive the run; it is checked here (exit 2). workers: that record; done: steps that were taken before; steps:
-// the last one
-void trace_open_run(struct run_trace *r, struct comm *world, const char *path, int workers, int64_t done,
+// path must outlive the run; it is checked here (exit 2), and so is step. workers: that record; step: to be recorded, 0: as
+// said above; done: steps that were taken before; steps: the last one
+void trace_open_run(struct run_trace *r, struct comm *world, const char *path, int workers, int64_t step, int64_t done,
                     int64_t steps);
 // Around every step, on every rank. step: the one that begins, 1 for the first. The end of the recorded one is collective:
 // it writes the file, says so, and prints rank 0's table.

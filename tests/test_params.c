@@ -159,6 +159,24 @@ static void export_and_import_turn_down_projections_and_come_back(void **state) 
     params_free(&p);
 }
 
+// Large enough for several threads, and no multiple of anything.
+static void large_matrices_are_turned_too(void **state) {
+    (void)state;
+    const size_t rows = 1031, cols = 1500, n = rows * cols;
+    struct param down = {.rows = (int)rows, .cols = (int)cols, .transposed = true};
+    float *memory = malloc(n * sizeof *memory), *file = malloc(n * sizeof *file), *back = malloc(n * sizeof *back);
+    assert_true(memory && file && back);
+    for (size_t i = 0; i < n; i++) memory[i] = (float)i;
+    params_export(file, memory, &down);
+    for (size_t r = 0; r < rows; r++)
+        for (size_t c = 0; c < cols; c++) assert_true(file[r * cols + c] == memory[c * rows + r]);
+    params_import(back, file, &down);
+    assert_memory_equal(memory, back, n * sizeof *back);
+    free(memory);
+    free(file);
+    free(back);
+}
+
 // What one tensor holds at first, in file orientation.
 static void first_values(float *file, const struct config *c, const char *name, uint64_t seed) {
     struct params p;
@@ -371,6 +389,7 @@ int main(void) {
         cmocka_unit_test(memory_order_has_no_overlap_and_aligned_pieces),
         cmocka_unit_test(tensors_that_a_block_lacks_are_marked),
         cmocka_unit_test(export_and_import_turn_down_projections_and_come_back),
+        cmocka_unit_test(large_matrices_are_turned_too),
         cmocka_unit_test(init_depends_on_name_and_seed_only),
         cmocka_unit_test(init_is_normal_for_matrices_and_one_for_norms),
         cmocka_unit_test(ranks_hold_every_expert_once_and_all_the_rest),

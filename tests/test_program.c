@@ -212,8 +212,8 @@ static void evaluates_with_any_batch(void **state) {
 
 // log.jsonl without what a clock or the machine decides; free with free().
 static char *log_without_times(const char *folder) {
-    static const char *const times[] = {"seconds",      "tokens_per_second", "mfu_causal",
-                                        "data_seconds", "peak_memory_gib",   "eta_seconds"};
+    static const char *const times[] = {"unix_time",    "seconds",         "tokens_per_second", "mfu_causal",
+                                        "data_seconds", "peak_memory_gib", "eta_seconds"};
     cJSON *lines = read_log(folder, "step"), *line;
     cJSON_ArrayForEach(line, lines) for (size_t i = 0; i < sizeof times / sizeof *times; i++)
         cJSON_DeleteItemFromObject(line, times[i]);

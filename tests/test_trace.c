@@ -294,11 +294,12 @@ static void end_capture(void) {
     free(printed);
 }
 
-// Takes steps done + 1 .. stop of a run that would go up to `steps`, with the event "router" in block number `step`.
-static void run_steps(const char *path, int64_t done, int64_t stop, int64_t steps) {
+// Takes steps done + 1 .. stop of a run that would go up to `steps`, with the event "router" in block number `step`. asked:
+// the step to be traced, or 0
+static void run_steps_asked(const char *path, int64_t asked, int64_t done, int64_t stop, int64_t steps) {
     struct run_trace r;
     begin_capture();
-    trace_open_run(&r, NULL, path, 2, done, steps);
+    trace_open_run(&r, NULL, path, 2, asked, done, steps);
     for (int64_t step = done + 1; step <= stop; step++) {
         trace_begin_step(&r, step);
         trace_add_phase(&r.trace, "router", (int)step, trace_mark(&r.trace));
@@ -307,6 +308,10 @@ static void run_steps(const char *path, int64_t done, int64_t stop, int64_t step
     }
     trace_close_run(&r);
     end_capture();
+}
+
+static void run_steps(const char *path, int64_t done, int64_t stop, int64_t steps) {
+    run_steps_asked(path, 0, done, stop, steps);
 }
 
 static void assert_traced(int64_t step) {
@@ -345,6 +350,32 @@ static void a_shorter_run_traces_its_last_step(void **state) {
     assert_traced(12);
 }
 
+static void the_step_that_is_asked_for_is_traced(void **state) {
+    (void)state;
+    run_steps_asked(at("trace.json"), 1, 0, 6, 6);
+    assert_traced(1);
+    run_steps_asked(at("trace.json"), 6, 0, 6, 6);
+    assert_traced(6);
+    run_steps_asked(at("trace.json"), 12, 10, 20, 20);
+    assert_traced(12);
+}
+
+static void open_trace_of_another_step(void *step) {
+    struct run_trace r;
+    trace_open_run(&r, NULL, at("trace.json"), 0, *(int64_t *)step, 10, 20);
+}
+
+static void a_step_that_the_run_does_not_take_is_refused(void **state) {
+    (void)state;
+    int64_t steps[] = {10, 21};
+    for (int i = 0; i < 2; i++) {
+        int code = run_child(open_trace_of_another_step, &steps[i], text, sizeof text);
+        assert_int_equal(code, 2);
+        assert_contains(text, i ? "--trace-step: found 21, wanted a step that this run takes: from 11 to 20"
+                                : "--trace-step: found 10, wanted a step");
+    }
+}
+
 static void a_run_that_stops_before_says_that_there_is_no_trace(void **state) {
     (void)state;
     run_steps(at("trace.json"), 0, 2, 10);
@@ -380,7 +411,7 @@ static void an_operation_within_another_is_part_of_it(void **state) {
     struct run_trace r;
     operations_run = 0;
     begin_capture();
-    trace_open_run(&r, NULL, at("trace.json"), 1, 0, 1);
+    trace_open_run(&r, NULL, at("trace.json"), 1, 0, 0, 1);
     inner_operation(); // before the step
     trace_begin_step(&r, 1);
     trace_set_block(&r.trace, 2);
@@ -433,7 +464,7 @@ static void many_operations_are_all_recorded(void **state) {
     (void)state;
     struct run_trace r;
     begin_capture();
-    trace_open_run(&r, NULL, at("trace.json"), 0, 0, 1);
+    trace_open_run(&r, NULL, at("trace.json"), 0, 0, 0, 1);
     trace_begin_step(&r, 1);
     for (int i = 0; i < 5000; i++) inner_operation();
     trace_end_step(&r);
@@ -476,7 +507,7 @@ static void trace_step(enum moe_kind kind) {
     data_settle_vocab(data, o.model.vocab);
     trainer_open(&t, &o, data, NULL, NULL);
     begin_capture();
-    trace_open_run(&r, NULL, at("trace.json"), moe_mok_workers(&o.moe), 0, 1);
+    trace_open_run(&r, NULL, at("trace.json"), moe_mok_workers(&o.moe), 0, 0, 1);
     t.model.trace = &r.trace;
     trace_begin_step(&r, 1);
     trainer_step(&t);
@@ -711,6 +742,8 @@ int main(int argc, char **argv) {
         TEST(the_third_step_of_a_run_is_traced),
         TEST(the_third_step_of_a_resumed_run_is_traced),
         TEST(a_shorter_run_traces_its_last_step),
+        TEST(the_step_that_is_asked_for_is_traced),
+        TEST(a_step_that_the_run_does_not_take_is_refused),
         TEST(a_run_that_stops_before_says_that_there_is_no_trace),
         TEST(a_run_without_trace_records_nothing),
         TEST(an_operation_within_another_is_part_of_it),

@@ -1,8 +1,7 @@
 // Copies between host and device memory, and conversions on the way.
 //
-// Everything passes through pinned slots in pieces: one piece is on its way while the host fills or empties another, at
-// the speed of one core. A copy to the device returns as soon as its last piece is in a slot, without waiting for the
-// operations before it.
+// Everything passes through pinned slots in pieces: one piece is on its way while the host fills or empties another. A
+// copy to the device returns as soon as its last piece is in a slot, without waiting for the operations before it.
 #include <string.h>
 
 #include "kernels/bf16.h"
@@ -45,17 +44,29 @@ struct format {
 };
 
 static void copy_bytes(void *to, const void *from, size_t n) { memcpy(to, from, n); }
-static void copy_accums(void *to, const void *from, size_t n) { memcpy(to, from, n * sizeof(accum)); }
+
+// Those of all weights are converted when a run begins, by all of the rank's threads; a few numbers are not worth waking
+// them.
+enum { ALONE = 1 << 14 };
+
+static void copy_accums(void *to, const void *from, size_t n) {
+    const float *in = from;
+    accum *out = to;
+#pragma omp parallel for simd if (n > ALONE)
+    for (size_t i = 0; i < n; i++) out[i] = in[i];
+}
 
 static void round_floats(void *device, const void *host, size_t n) {
     const float *from = host;
     uint16_t *to = device;
+#pragma omp parallel for simd if (n > ALONE)
     for (size_t i = 0; i < n; i++) to[i] = bf16_from_float(from[i]);
 }
 
 static void widen_reals(void *host, const void *device, size_t n) {
     const uint16_t *from = device;
     float *to = host;
+#pragma omp parallel for simd if (n > ALONE)
     for (size_t i = 0; i < n; i++) to[i] = bf16_to_float(from[i]);
 }
 
