@@ -57,7 +57,7 @@ FLOPS_OF_A_CYCLE = 4096  # dense BF16, of a multiprocessor (Hopper)
 
 
 def fail(place, message):
-    print(f"bench_layer.py: error: {place}: {message}", file=sys.stderr)
+    print(f"{os.path.basename(sys.argv[0])}: error: {place}: {message}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -565,9 +565,10 @@ def common_flags(options, shape):
 
 def program_flags(options):
     words = []
-    for flag in ("--arms", "--comm-workers", "--chunks"):
-        value = getattr(options, flag[2:].replace("-", "_"))
+    for flag, value in (("--arms", options.arms), ("--chunks", options.chunks)):
         words += [flag, str(value)] if value is not None else []
+    for settings in vars(options)["with"] or []:
+        words += ["--with", settings]
     return words
 
 
@@ -650,7 +651,7 @@ def read_flags():
     add("--beside", metavar="PROGRAM", help="build/cuda/tests/bench_layer, to be run by turns")
     add("--ranks", type=number_from(1), default=1, metavar="N", help="of both, with --beside")
     add("--arms", metavar="LIST", help="of bench_layer, as the next ones; without --beside they mean nothing")
-    add("--comm-workers", type=number_from(1), metavar="N", help="see bench_layer --help")
+    add("--with", action="append", metavar="SETTINGS", help="see bench_layer --help; may be repeated")
     add("--chunks", type=number_from(2), metavar="N", help="see bench_layer --help")
     add("--parts", action="store_true", help="see bench_layer --help")
     options = parser.parse_args()

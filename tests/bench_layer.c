@@ -1,7 +1,8 @@
 // Speed of the MoE layer alone, from the router's output to the layer's output, and with --backward from dy to dx and
 // all gradients: the megakernel beside its own work by kernels one after the other (unfused), the layer of all-to-all
-// exchanges, whole and in parts, and the grouped products alone, which are its ceiling. Started alone or by mpirun,
-// one rank for each GPU: one EP group. scripts/bench_layer.py does the same by torch and NCCL.
+// exchanges, whole and in parts, and the grouped products alone, which are its ceiling. Each --with adds the megakernel
+// with other settings. Started alone or by mpirun, one rank for each GPU: one EP group. scripts/bench_layer.py does the
+// same by torch and NCCL, scripts/sweep.py tries settings.
 //
 // Passes: forward; backward, which stores the gradients of weights, as the first one of a step does; backward-add, which
 // adds them to what is there, as those that follow; fwd+bwd, both in one interval, stored. Of products: gate-up and down,
@@ -83,7 +84,6 @@ static const char *why_not(const struct bench *b, const struct arm_type *t) {
     const char *why = t->kind == ARM_MOK ? why_no_megakernel(b) : why_no_products(b, t->core);
     if (why) return why;
     if (t->unfused && !unfused_available()) return "this build has no kernels for it";
-    if (t->movers && !b->options->comm_workers) return "--comm-workers says how many";
     if (t->chunks && b->parallel.ep == 1) return "one rank exchanges nothing";
     return NULL;
 }
@@ -122,21 +122,22 @@ static void open_products(struct bench *b) {
     device_free(pool);
 }
 
+// Which workers only move rows is said again before every pass.
 static bool has_same_layer(const struct arm *a, const struct arm *b) {
+    struct moe_settings x = a->model.moe, y = b->model.moe;
     if (a->type->kind != b->type->kind) return false;
-    return a->type->kind == ARM_MOK || a->model.moe.alltoall_chunks == b->model.moe.alltoall_chunks;
+    x.comm_workers = y.comm_workers = 0;
+    return a->type->kind == ARM_MOK ? same_settings(x, y) : x.alltoall_chunks == y.alltoall_chunks;
 }
 
-// The layer's own memory is shared too by arms that differ in nothing it depends on. So the megakernel's barriers have
-// one count.
-static void open_layer(struct bench *b, struct arm *a) {
-    const struct options *o = b->options;
+// The layer's own memory is shared too by arms that differ in nothing it depends on.
+static void open_layer(struct bench *b, struct arm *a, struct moe_settings with) {
     const struct arm_type *t = a->type;
     a->model = b->model;
-    a->model.moe = (struct moe_settings){.kind = t->kind == ARM_MOK ? MOE_MOK : MOE_ALLTOALL,
-                                         .alltoall_chunks = t->chunks ? o->chunks : 1,
-                                         .expert_gemm = t->core,
-                                         .comm_workers = t->movers ? o->comm_workers : 0};
+    a->model.moe = with;
+    a->model.moe.kind = t->kind == ARM_MOK ? MOE_MOK : MOE_ALLTOALL;
+    a->model.moe.alltoall_chunks = t->chunks ? b->options->chunks : 1;
+    a->model.moe.expert_gemm = t->core;
     if (t->kind == ARM_PRODUCTS) return;
     if (t->kind == ARM_MOK) {
         leader_begin(b->parallel.world);
@@ -162,12 +163,24 @@ static void choose_set(const struct bench *b, struct model *m, int set) {
     if (m->mok) m->mok->crew.comm_workers = m->moe.comm_workers;
 }
 
-static void forward(const struct bench *b, struct model *m, int set, bool unfused) {
+// All megakernels meet in the same symmetric memory: each goes on with the count of barriers of the one before, or it would
+// take their arrivals for those at its own. (A GPU keeps that count in this memory.)
+static void go_on_counting(const struct bench *b, struct model *m) {
+    if (m->mok) m->mok->group.epoch = b->barriers;
+}
+
+static void keep_count(struct bench *b, const struct model *m) {
+    if (m->mok) b->barriers = m->mok->group.epoch;
+}
+
+static void forward(struct bench *b, struct model *m, int set, bool unfused) {
     choose_set(b, m, set);
+    go_on_counting(b, m);
     if (unfused)
         unfused_forward(m, &b->unfused[set], &b->unfused_rows, b->options->pull_warps, m->acts.output, b->shape.T);
     else
         moe_forward(m, 0, m->acts.output, NULL, b->shape.T);
+    keep_count(b, m);
 }
 
 static bool has_backward(const struct bench *b, const struct arm *a) {
@@ -175,16 +188,18 @@ static bool has_backward(const struct bench *b, const struct arm *a) {
 }
 
 // Of the input set that went forward.
-static void backward(const struct bench *b, struct model *m, int set, bool unfused, bool add) {
+static void backward(struct bench *b, struct model *m, int set, bool unfused, bool add) {
     size_t H = (size_t)b->shape.H, K = (size_t)b->shape.K, at = (size_t)set * (size_t)b->shape.T;
     const real *dy = m->acts.dx + at * H;
     accum *d_gates = m->acts.d_gates + at * K;
     m->first_use = !add;
+    go_on_counting(b, m);
     if (unfused)
         unfused_backward(m, &b->unfused[set], &b->unfused_rows, b->options->pull_warps, m->acts.d_norm, d_gates, dy,
                          b->shape.T);
     else
         moe_backward(m, 0, m->acts.d_norm, d_gates, dy, b->shape.T);
+    keep_count(b, m);
 }
 
 // ---- that unfused kernels have the megakernel's results ----
@@ -267,7 +282,7 @@ static int64_t run_sets_fused(struct bench *b, struct arm *a, bool both, struct 
 }
 
 // What a pass finds in memory is of another input set.
-static void check_sets_unfused(const struct bench *b, struct model *m, bool both, struct result wanted[SETS][RESULTS]) {
+static void check_sets_unfused(struct bench *b, struct model *m, bool both, struct result wanted[SETS][RESULTS]) {
     for (int i = 0; i < SETS; i++) {
         forward(b, m, i, true);
         if (both) backward(b, m, i, true, false);
@@ -308,17 +323,32 @@ static int rounds_of(const struct options *o, enum load load) {
 
 static void name_arm(struct arm *a, const struct options *o) {
     const struct arm_type *t = a->type;
-    int number = t->movers ? o->comm_workers : t->chunks ? o->chunks : t->unfused ? o->pull_warps : 0;
+    int number = t->chunks ? o->chunks : t->unfused ? o->pull_warps : 0;
     bool plain = number == 0 || (t->unfused && number == UNFUSED_WARPS);
     snprintf(a->name, sizeof a->name, plain ? "%s" : "%s-%d", t->name, number);
 }
 
-// Why it cannot run here after all; NULL: it can.
-static const char *open_arm(struct bench *b, struct arm *a, const struct arm_type *t) {
-    a->type = t;
-    name_arm(a, b->options);
+static void name_arm_of_with(struct arm *a, struct moe_settings with) {
+    size_t length = (size_t)snprintf(a->name, sizeof a->name, "%s", a->type->name);
+    const char *before = " ";
+    for (int i = 0; i < SETTINGS; i++) {
+        int value = *setting_of(&with, i);
+        if (!value) continue;
+        length +=
+            (size_t)snprintf(a->name + length, sizeof a->name - length, "%s%s=%d", before, setting_names[i], value);
+        before = ",";
+    }
+}
+
+// Why it cannot run here after all; NULL: it can. with: NULL but of --with
+static const char *open_arm(struct bench *b, struct arm *a, const struct arm_type *t, const struct moe_settings *with) {
+    *a = (struct arm){.type = t, .with = with != NULL};
+    if (with)
+        name_arm_of_with(a, *with);
+    else
+        name_arm(a, b->options);
     if (t->kind == ARM_PRODUCTS && !b->rows) open_products(b);
-    open_layer(b, a);
+    open_layer(b, a, with ? *with : (struct moe_settings){0});
     if (!t->unfused || open_unfused(b, a)) return NULL;
     close_unfused(b);
     if (a->owner) moe_close(&a->model);
@@ -326,17 +356,23 @@ static const char *open_arm(struct bench *b, struct arm *a, const struct arm_typ
     return "it takes one macrobatch, and a rank has more rows than its ring";
 }
 
-static void open_arms(struct bench *b) {
+static void add_arm(struct bench *b, const struct arm_type *t, const struct moe_settings *with) {
     int most = 2 * MOST_PASSES * (rounds_of(b->options, BURST) + rounds_of(b->options, SUSTAINED));
+    const char *why = why_not(b, t);
+    if (!why) why = open_arm(b, &b->arms[b->arm_count], t, with);
+    if (!why)
+        open_samples(&b->arms[b->arm_count++], most);
+    else if (is_leader(b))
+        printf("%s%s is left out: %s\n", t->name, with ? " of --with" : "", why);
+}
+
+// Those of --with beside mok.
+static void open_arms(struct bench *b) {
+    const struct options *o = b->options;
     for (int i = 0; i < ARMS; i++) {
         const struct arm_type *t = &arm_types[i];
-        if (!b->options->arms[i]) continue;
-        const char *why = why_not(b, t);
-        if (!why) why = open_arm(b, &b->arms[b->arm_count], t);
-        if (why && is_leader(b)) printf("%s is left out: %s\n", t->name, why);
-        if (why) continue;
-        struct arm *a = &b->arms[b->arm_count++];
-        open_samples(a, most);
+        if (o->arms[i]) add_arm(b, t, NULL);
+        for (int w = 0; w < o->with_count && t == type_of_with; w++) add_arm(b, t, &o->with[w]);
     }
 }
 
@@ -560,7 +596,8 @@ static void measure_parts(struct bench *b, struct arm *a, enum measure m) {
 
 static void measure_all_parts(struct bench *b) {
     for (struct arm *a = b->arms; a < b->arms + b->arm_count; a++) {
-        if (a->type->kind == ARM_PRODUCTS || (a->type->kind != ARM_MOK && !b->options->parts)) continue;
+        bool asked = b->options->parts || (a->type->kind == ARM_MOK && !a->with);
+        if (a->type->kind == ARM_PRODUCTS || !asked) continue;
         measure_parts(b, a, FORWARD);
         if (has_backward(b, a)) measure_parts(b, a, BACKWARD);
     }
@@ -573,7 +610,7 @@ static void bench_shape(const struct options *o, struct layer_shape shape, int w
     bool leader = comm_rank(comm_world()) == 0;
     if (leader) printf("\n%s, W%d\n", shape.name, workload);
     bench_open(&b);
-    if (leader) print_head();
+    if (leader) print_head(&b);
     fflush(stdout);
     for (int i = 0; i < b.arm_count; i++) warm_up(&b, &b.arms[i]);
     for (int l = 0; l < LOADS; l++) // bursts first: a load leaves the GPU warm, and its clock low

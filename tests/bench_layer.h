@@ -65,7 +65,8 @@ struct samples {
 
 struct arm {
     const struct arm_type *type;
-    char name[64];
+    bool with; // of --with
+    char name[128];
     struct model model; // shares all but the layer's own memory with the others
     bool owner;         // of that
     int passes;         // so far: their kinds take turns
@@ -82,6 +83,7 @@ struct bench {
     struct model model;                  // weights and activations of all arms
     struct block_activations first;      // those of input set 0
     int set;                             // the next one
+    uint64_t barriers;                   // that all megakernels have passed, where the host counts them
     int *offsets[SETS];                  // host [experts here + 1] of the products
     double routes, busiest;              // of a rank: mean, most; mean over the sets
     real *rows, *gate_up, *hidden, *out; // of the products
@@ -91,7 +93,7 @@ struct bench {
     char *meeting;       // [ranks * MEETING_BYTES]
     struct trace *trace; // of the pass `traced`; NULL: none
     enum measure traced;
-    struct arm arms[ARMS];
+    struct arm arms[MOST_ARMS];
     int arm_count;
     FILE *json;
 };

@@ -31,17 +31,16 @@ static const char *const load_names[LOADS] = {"burst", "sustained"};
 
 enum arm_kind { ARM_MOK, ARM_ALLTOALL, ARM_PRODUCTS };
 
-// movers, chunks: those of the flags; else none, and one. unfused: the megakernel's work by kernels one after the other.
+// chunks: those of the flag; else one. unfused: the megakernel's work by kernels one after the other.
 struct arm_type {
     const char *name;
     enum arm_kind kind;
     enum grouped_core core;
-    bool movers, unfused, chunks;
+    bool unfused, chunks;
 };
 
 static const struct arm_type arm_types[] = {
     {.name = "mok", .kind = ARM_MOK},
-    {.name = "mok-movers", .kind = ARM_MOK, .movers = true},
     {.name = "unfused", .kind = ARM_MOK, .unfused = true},
     {.name = "alltoall-cublaslt", .kind = ARM_ALLTOALL, .core = GROUPED_CUBLASLT},
     {.name = "alltoall-cublaslt-chunks", .kind = ARM_ALLTOALL, .core = GROUPED_CUBLASLT, .chunks = true},
@@ -51,13 +50,18 @@ static const struct arm_type arm_types[] = {
     {.name = "products-own", .kind = ARM_PRODUCTS, .core = GROUPED_OWN},
 };
 enum { ARMS = sizeof arm_types / sizeof *arm_types, WORKLOADS = 8, MOST_SHAPES = 16 };
+// Arms of --with stand beside those. Their type is the first one, of which they differ by settings.
+enum { MOST_WITH = 16, MOST_ARMS = ARMS + MOST_WITH };
+static const struct arm_type *const type_of_with = &arm_types[0];
 
 struct options {
     struct layer_shape shapes[MOST_SHAPES];
     int shape_count;
     bool workloads[WORKLOADS], arms[ARMS], loads[LOADS];
+    struct moe_settings with[MOST_WITH]; // settings of the megakernel, 0 where it chooses
+    int with_count;
     bool backward, parts, help;
-    int comm_workers, pull_warps, chunks, iterations;
+    int pull_warps, chunks, iterations;
     const char *json; // file that rows are added to; NULL: none
 };
 
@@ -148,6 +152,54 @@ static void read_arms(struct options *o, const char *text) {
     }
 }
 
+// ---- settings of the megakernel: the trainer's flags without dashes, with commas between them ----
+
+enum { SETTINGS = 4, MOST_SETTING = 1 << 24 };
+static const char *const setting_names[SETTINGS] = {"workers", "comm-workers", "minibatch-rows", "ring-rows"};
+
+static int *setting_of(struct moe_settings *s, int number) {
+    int *members[SETTINGS] = {&s->workers, &s->comm_workers, &s->minibatch_rows, &s->ring_rows};
+    return members[number];
+}
+
+static bool same_settings(struct moe_settings a, struct moe_settings b) {
+    bool same = true;
+    for (int i = 0; i < SETTINGS; i++) same &= *setting_of(&a, i) == *setting_of(&b, i);
+    return same;
+}
+
+// One of `text`, from at to end.
+static void read_setting(struct moe_settings *with, const char *at, const char *end, const char *text) {
+    int length = (int)(end - at), name = (int)strcspn(at, "=,");
+    for (int i = 0; i < SETTINGS; i++) {
+        int *value = setting_of(with, i);
+        if (at[name] != '=' || strlen(setting_names[i]) != (size_t)name || memcmp(at, setting_names[i], (size_t)name))
+            continue;
+        if (*value) fail_user("--with", "found %s twice in '%s', wanted it once", setting_names[i], text);
+        if (!read_int(at + name + 1, end, 1, MOST_SETTING, value))
+            fail_user("--with", "found '%.*s' in '%s', wanted a number from 1 to %d behind =", length, at, text,
+                      MOST_SETTING);
+        return;
+    }
+    fail_user("--with",
+              "found '%.*s' in '%s', wanted workers=N, comm-workers=N, minibatch-rows=N or ring-rows=N, with commas "
+              "between them",
+              length, at, text);
+}
+
+static void read_with(struct options *o, const char *text) {
+    struct moe_settings with = {0};
+    for (const char *at = text, *end; at; at = *end ? end + 1 : NULL) {
+        end = at + strcspn(at, ",");
+        read_setting(&with, at, end, text);
+    }
+    if (o->with_count == MOST_WITH) fail_user("--with", "found more than %d, wanted fewer", MOST_WITH);
+    for (int i = 0; i < o->with_count; i++)
+        if (same_settings(o->with[i], with))
+            fail_user("--with", "found '%s' a second time, wanted each arm once", text);
+    o->with[o->with_count++] = with;
+}
+
 // ---- all of them ----
 
 static void print_help(void) {
@@ -156,7 +208,8 @@ static void print_help(void) {
         "  --shape NAME         one of the shapes below, or T,H,I,E,K,S, or all; may be repeated\n"
         "  --workload W0        W0 to W7 (model/route.h), or all; may be repeated\n"
         "  --arms LIST          names with commas between them; default: all that this build has\n"
-        "  --comm-workers N     thread blocks of mok-movers that only move rows; without it that arm is left out\n"
+        "  --with SETTINGS      one more arm beside those, mok with settings as flags of ./train: comm-workers=8, or\n"
+        "                       ring-rows=16384,minibatch-rows=1024, or workers=N; may be repeated, up to %d times\n"
         "  --pull-warps %d      warps of each multiprocessor that pull in unfused, at most so many\n"
         "  --chunks 4           of the arms that overlap exchanges with products\n"
         "  --iterations 100     passes that are timed of each arm and load, at least; with --backward a third of them\n"
@@ -166,7 +219,7 @@ static void print_help(void) {
         "  --parts              where the time of a pass goes in all arms; else in mok and unfused alone\n"
         "  --json FILE          adds every row to a file as a line of JSON\n"
         "\nshapes (the first %d unless said):\n",
-        UNFUSED_WARPS, DEFAULT_SHAPES);
+        MOST_WITH, UNFUSED_WARPS, DEFAULT_SHAPES);
     for (int i = 0; i < KNOWN_SHAPES; i++) {
         const struct layer_shape *s = &known_shapes[i];
         printf("  %-18s T %5d, H %4d, I %4d, E %3d, K %2d, S %d\n", s->name, s->T, s->H, s->I, s->E, s->K, s->S);
@@ -176,7 +229,7 @@ static void print_help(void) {
 }
 
 static void set_flag(struct options *o, const char *flag, const char *value) {
-    enum { MOST_MOVERS = 1 << 16, MOST_CHUNKS = 1024, MOST_ITERATIONS = 10000 };
+    enum { MOST_CHUNKS = 1024, MOST_ITERATIONS = 10000 };
     if (strcmp(flag, "--shape") == 0)
         read_shape(o, value);
     else if (strcmp(flag, "--workload") == 0)
@@ -185,8 +238,8 @@ static void set_flag(struct options *o, const char *flag, const char *value) {
         read_arms(o, value);
     else if (strcmp(flag, "--load") == 0)
         read_load(o, value);
-    else if (strcmp(flag, "--comm-workers") == 0)
-        o->comm_workers = int_of(flag, value, 1, MOST_MOVERS);
+    else if (strcmp(flag, "--with") == 0)
+        read_with(o, value);
     else if (strcmp(flag, "--pull-warps") == 0)
         o->pull_warps = int_of(flag, value, 1, UNFUSED_WARPS);
     else if (strcmp(flag, "--chunks") == 0)

@@ -26,16 +26,26 @@ static double flops_of(const struct bench *b, enum measure m) {
 
 static double busiest_share(const struct bench *b) { return b->routes > 0 ? b->busiest / b->routes : 1; }
 
-static void print_head(void) {
-    printf("%6s %5s %5s %4s %3s %5s %3s %-4s %7s %-27s %-13s %-9s %9s %9s %9s %8s %5s %7s %7s\n", "T", "H", "I", "E",
-           "K", "S", "EP", "work", "busiest", "arm", "pass", "load", "ms", "p10", "p90", "TFLOP/s", "MHz", "of MHz",
-           "of peak");
+// Of the column of arms.
+static int name_width(const struct bench *b) {
+    int width = 27;
+    for (int i = 0; i < b->arm_count; i++) {
+        int length = (int)strlen(b->arms[i].name);
+        if (length > width) width = length;
+    }
+    return width;
+}
+
+static void print_head(const struct bench *b) {
+    printf("%6s %5s %5s %4s %3s %5s %3s %-4s %7s %-*s %-13s %-9s %9s %9s %9s %8s %5s %7s %7s\n", "T", "H", "I", "E",
+           "K", "S", "EP", "work", "busiest", name_width(b), "arm", "pass", "load", "ms", "p10", "p90", "TFLOP/s",
+           "MHz", "of MHz", "of peak");
 }
 
 static void print_sizes(const struct bench *b, const char *arm, const char *pass, const char *load) {
     const struct layer_shape *s = &b->shape;
-    printf("%6d %5d %5d %4d %3d %5d %3d W%-3d %7.3f %-27s %-13s %-9s", s->T, s->H, s->I, s->E, s->K, s->S,
-           b->parallel.ep, b->workload, busiest_share(b), arm, pass, load);
+    printf("%6d %5d %5d %4d %3d %5d %3d W%-3d %7.3f %-*s %-13s %-9s", s->T, s->H, s->I, s->E, s->K, s->S,
+           b->parallel.ep, b->workload, busiest_share(b), name_width(b), arm, pass, load);
 }
 
 static cJSON *json_sizes(const struct bench *b, const char *arm, const char *pass, const char *load) {
@@ -57,6 +67,16 @@ static cJSON *json_sizes(const struct bench *b, const char *arm, const char *pas
     cJSON_AddStringToObject(row, "pass", pass);
     cJSON_AddStringToObject(row, "load", load);
     return row;
+}
+
+// What a megakernel runs with, chosen or asked for.
+static void add_settings(cJSON *row, const struct arm *a) {
+    if (a->type->kind != ARM_MOK) return;
+    const struct moe_mok *l = a->model.mok;
+    cJSON_AddNumberToObject(row, "workers", l->crew.workers);
+    cJSON_AddNumberToObject(row, "comm_workers", a->model.moe.comm_workers);
+    cJSON_AddNumberToObject(row, "minibatch_rows", l->shape.minibatch_rows);
+    cJSON_AddNumberToObject(row, "ring_rows", l->shape.ring_rows);
 }
 
 // Takes row.
@@ -102,6 +122,7 @@ static void print_row(const struct bench *b, const struct arm *a, enum load load
     cJSON_AddNumberToObject(row, "tflops", 1e-12 * rate);
     if (s->clocks) cJSON_AddNumberToObject(row, "mhz", mhz);
     cJSON_AddNumberToObject(row, "passes", count);
+    add_settings(row, a);
     write_json(b, row);
 }
 
