@@ -47,8 +47,8 @@ ROUNDED = $(CPU)/rounded
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train cuda tokenize run run-tiny test test-programs test-full test-sanitized thread-sanitized \
-        test-gpu test-gpu-sanitized toolkit fuzz fuzz-targets bench bench-cpu bench-kernels bench-attention tune \
-        detect format clean
+        test-gpu test-gpu-sanitized toolkit fuzz fuzz-targets bench sweep bench-cpu bench-kernels bench-attention \
+        compare tune detect format clean
 
 # ---- this machine: MPI_CFLAGS, MPI_LIBS and MPIRUN by scripts/mpi.sh; CUDA_PLACE, CUDA_BUILDS and CUDA_GPUS by cuda.sh ----
 
@@ -85,12 +85,16 @@ help:
 	@echo "  make test-full  the tests again under the address and undefined-behaviour sanitizers, those with"
 	@echo "                  threads of their own under the thread sanitizer, and make fuzz"
 	@echo "  make test-gpu   the GPU build against the CPU build: every operation, the model, whole runs; needs a GPU,"
-	@echo "                  and two for what ranks do"
+	@echo "                  and up to eight for what ranks do"
 	@echo "  make test-gpu-sanitized"
 	@echo "                  a small part of it under compute-sanitizer: memcheck, racecheck, initcheck"
 	@echo "  make fuzz       every parser against hostile input, FUZZ_SECONDS=10 each"
+	@echo "  make compare    train one model with the megakernel and with all-to-all layers by turns: tokens/s, parts of a step,"
+	@echo "                  losses, a picture; COMPARE_FLAGS='--preset qwen3-moe-mini ...', see scripts/compare.sh"
 	@echo "  make bench      both passes of the MoE layer alone on the GPUs of this machine, by turns with torch and NCCL, if"
 	@echo "                  python3 has torch; BENCH_FLAGS='--shape dsv3 --load burst', see build/cuda/tests/bench_layer --help"
+	@echo "  make sweep      the megakernel with other settings beside the default ones, by turns: workers that only move rows,"
+	@echo "                  minibatch, ring; SWEEP_FLAGS='--shape dsv3 --workload W2', see scripts/sweep.py --help"
 	@echo "  make bench-cpu  GFLOP/s of every CPU operation beside the peak of the cores"
 	@echo "  make bench-kernels"
 	@echo "                  every GPU operation beside the ceiling of this GPU"
@@ -214,27 +218,33 @@ TEST_RUNS   = $(filter-out $(foreach r,$(RANKED_RUNS),$(lastword $(subst :, ,$(r
 
 # The GPU build against the CPU build: one source, one program in each, which tests/test_gpu*.sh run.
 GPU_PROGRAMS     = gpu_operations gpu_model gpu_mok
+# What ranks do on a GPU each, which tests/test_gpu_ranks.sh runs.
+RANK_PROGRAMS    = gpu_ranks gpu_ranks_training
 ROUNDED_CALLS    = $(shell sed -n -e 's/^WRAP.\([a-z_]*\),.*/-Wl,--wrap=\1/p' \
                        -e 's/^WRAP_VALUE.[a-z]*, \([a-z_]*\),.*/-Wl,--wrap=\1/p' tests/rounding.c)
 HARNESS_PROGRAMS = $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(addprefix $(DOUBLE)/tests/,gpu_operations gpu_mok) \
-                   $(GPU_PROGRAMS:%=$(ROUNDED)/tests/%) $(ROUNDED)/train
+                   $(GPU_PROGRAMS:%=$(ROUNDED)/tests/%) $(ROUNDED)/train \
+                   $(RANK_PROGRAMS:%=$(CPU)/tests/%) $(RANK_PROGRAMS:%=$(ROUNDED)/tests/%)
 GPU_TESTED       = $(CPU)/train $(CUDA)/train $(addprefix $(CUDA)/tests/,gpu_symm gpu_lost_wait gpu_mok_graph) \
-                   $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(GPU_PROGRAMS:%=$(CUDA)/tests/%) $(DOUBLE)/tests/gpu_mok
+                   $(GPU_PROGRAMS:%=$(CPU)/tests/%) $(GPU_PROGRAMS:%=$(CUDA)/tests/%) $(DOUBLE)/tests/gpu_mok \
+                   $(RANK_PROGRAMS:%=$(CUDA)/tests/%)
+$(RANK_PROGRAMS:%=$(ROUNDED)/tests/%): LDLIBS += -lcmocka
 
-cuda: $(CUDA)/train $(addprefix $(CUDA)/tests/,$(GPU_PROGRAMS) gpu_symm gpu_lost_wait gpu_mok_graph bench_kernels \
-          bench_attention bench_layer tune)
+cuda: $(CUDA)/train $(addprefix $(CUDA)/tests/,$(GPU_PROGRAMS) $(RANK_PROGRAMS) gpu_symm gpu_lost_wait gpu_mok_graph \
+          bench_kernels bench_attention bench_layer tune)
 
 test: setup
 	@$(MAKE) --no-print-directory test-programs
 test-programs: $(CPU)/train $(CPU)/tokenize $(TEST_PROGRAMS) $(HARNESS_PROGRAMS)
 	@COMPILE="$(CC) $(CFLAGS) -DMOK_DOUBLE" LIBS="-lcmocka $(LDLIBS)" DOUBLE=$(DOUBLE) MPIRUN="$(MPIRUN)" \
 	    MOK_CPU=$(CPU) MOK_GPU=$(ROUNDED) MOK_GPUS=0 sh tests/run.sh $(TEST_RUNS) tests/test_mistakes.sh \
-	    tests/test_detect.sh tests/test_launch.sh tests/test_launch_scripts.sh tests/test_plan_header.sh \
-	    tests/test_gpu_harness.sh tests/test_gpu.sh
+	    tests/test_detect.sh tests/test_launch.sh tests/test_launch_scripts.sh tests/test_plan_header.sh tests/test_compare.sh \
+	    tests/test_gpu_harness.sh tests/test_gpu_ranks.sh tests/test_gpu.sh tests/test_gpu_layouts.sh
 
 test-gpu: $(GPU_TESTED)
 	@MOK_CPU=$(CPU) MOK_GPU=$(CUDA) DOUBLE=$(DOUBLE) MPIRUN="$(MPIRUN)" TEST_SECONDS=$${TEST_SECONDS:-1200} \
-	    sh tests/run.sh tests/test_gpu_operations.sh tests/test_gpu_model.sh tests/test_gpu_mok.sh tests/test_gpu.sh
+	    sh tests/run.sh tests/test_gpu_operations.sh tests/test_gpu_model.sh tests/test_gpu_mok.sh \
+	    tests/test_gpu_ranks.sh tests/test_gpu.sh tests/test_gpu_layouts.sh
 test-gpu-sanitized: $(GPU_TESTED)
 	@MOK_CPU=$(CPU) MOK_GPU=$(CUDA) CUDA_HOME=$(CUDA_PLACE) sh tests/run.sh tests/test_gpu_sanitized.sh
 
@@ -297,6 +307,9 @@ bench: $(CUDA)/tests/bench_layer
 	    $(if $(filter-out 1,$(BENCH_RANKS)),$(MPIRUN) -n $(BENCH_RANKS)) $< $(BENCH_SHORT) $(BENCH_FLAGS); \
 	fi
 
+sweep: $(CUDA)/tests/bench_layer
+	@MPIRUN="$(MPIRUN)" python3 scripts/sweep.py $< --ranks $(BENCH_RANKS) $(SWEEP_FLAGS)
+
 bench-cpu: $(CPU)/tests/bench_cpu $(CPU)/tests/bench_moe
 	@$(CPU)/tests/bench_cpu
 	@$(CPU)/tests/bench_moe
@@ -307,6 +320,11 @@ bench-kernels: $(CUDA)/tests/bench_kernels
 
 bench-attention: $(CUDA)/tests/bench_attention
 	@$(CUDA)/tests/bench_attention
+
+# A vocabulary as large as models have, which the built-in stories do not fill.
+COMPARE_FLAGS ?= $(if $(filter-out 0,$(CUDA_GPUS)),--preset moonlight-mini --vocab 129280 --route balanced,--preset tiny)
+compare: train
+	@MPIRUN="$(MPIRUN)" sh scripts/compare.sh $(COMPARE_FLAGS)
 
 TUNE_FLAGS ?= --preset moonlight-mini
 tune: $(CUDA)/tests/tune

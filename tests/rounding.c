@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/comm.h"
 #include "kernels/cpu/gemm.h"
 #include "kernels/cpu/mok_tasks.h"
 #include "kernels/cpu/swiglu.h"
@@ -267,6 +268,7 @@ WRAP(mok_do_task, const struct mok_job *j, struct mok_task task) {
 WRAP(mok_plan_make, struct mok_plan *p, const struct mok_shape *s, const struct mok_group *g, const int32_t *ids,
      const accum *gates) {
     REAL(mok_plan_make, p, s, g, ids, gates);
+    if (mistake("moved") && g->rank == 1 && p->expert_rows[0] > 1) p->rows[0].slot = p->rows[1].slot;
     if (!mistake("walk") || p->blocks < 2 || mok_phase_blocks(s) < 2)
         return; // in one phase, so that no wait is endless
     int first = p->walk[0];
@@ -281,6 +283,16 @@ WRAP(cross_entropy, real *logits, accum *loss, const int32_t *targets, int rows,
     if (mistake("end")) fail_internal("cross_entropy", "found the mistake that was asked for");
     REAL(cross_entropy, logits, loss, targets, rows, V, want_gradient, mistake("target") ? 1.05 * scale : scale);
     if (want_gradient) round_all(logits, rows, (size_t)V);
+}
+
+WRAP(comm_all_gather, struct comm *c, real *values, const size_t *offsets) {
+    REAL(comm_all_gather, c, values, offsets);
+    if (mistake("replica") && comm_rank(c) == 1) values[offsets[comm_size(c)] - 1] += 1;
+}
+
+WRAP(router_update_bias, accum *bias, const int64_t *counts, int E, double rate) {
+    if (mistake("bias") && comm_rank(comm_world()) == 1) return;
+    REAL(router_update_bias, bias, counts, E, rate);
 }
 
 WRAP(adamw_update, accum *master, accum *m, accum *v, real *weight, const accum *grad, size_t n, struct adamw a) {

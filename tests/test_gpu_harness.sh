@@ -7,7 +7,8 @@ set -u
 . tests/tap.sh
 train=${MOK_TRAIN:-build/cpu/train}
 cpu=${train%/*}/tests rounded=${train%/*}/rounded/tests double=${DOUBLE:-build/double}/tests
-echo "1..10"
+mpirun=${MPIRUN:-mpirun}
+echo "1..11"
 
 record() { "$cpu/gpu_operations" --record "$scratch/$1" --small $2; }
 compare() { "$double/gpu_operations" --compare "$scratch/$1" --small $2; }
@@ -88,6 +89,21 @@ every_mistake_in_the_megakernel_is_found() {
         mok_mistake short --tiny '^# layer .*: d w2 from kept rows: norm'
 }
 
+# rank_mistake NAME PROGRAM WHERE: two ranks end, and one says that it is there.
+rank_mistake() {
+    # shellcheck disable=SC2086
+    MOK_MISTAKE=$1 OMP_NUM_THREADS=1 timeout 60 $mpirun -n 2 "$rounded/$2" >"$scratch/compared" 2>&1 &&
+        echo "$1 was not found" && return 1
+    grep "$3" "$scratch/compared" | head -n 1
+    grep -q "$3" "$scratch/compared" || { echo "$1: nothing reads $3" && return 1; }
+}
+
+mistakes_of_one_rank_are_found() {
+    rank_mistake moved gpu_ranks 'rank [01] of 2: .* mok, first micro-batch: .* of block 0: found other bits' &&
+        rank_mistake replica gpu_ranks_training "rank 1 of 2: .* EP 1, .*: experts' weights: found other bits" &&
+        rank_mistake bias gpu_ranks_training 'rank 1 of 2: .*: router biases: found other bits'
+}
+
 check "builds agree" builds_agree
 check "rounding is within the limits" rounding_is_within_the_limits
 check "every wrong output is found" every_wrong_output_is_found
@@ -98,3 +114,4 @@ check "a program that ends says what it found" program_that_ends_says_what_it_fo
 check "megakernels agree" megakernels_agree
 check "every wrong output of the megakernel is found" every_wrong_output_of_the_megakernel_is_found
 check "every mistake in the megakernel is found" every_mistake_in_the_megakernel_is_found
+check "mistakes of one rank are found" mistakes_of_one_rank_are_found
