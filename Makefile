@@ -322,7 +322,7 @@ bench-attention: $(CUDA)/tests/bench_attention
 	@$(CUDA)/tests/bench_attention
 
 # A vocabulary as large as models have, which the built-in stories do not fill.
-COMPARE_FLAGS ?= $(if $(filter-out 0,$(CUDA_GPUS)),--preset moonlight-mini --vocab 129280 --route balanced,--preset tiny)
+COMPARE_FLAGS ?= $(if $(CUDA_GPUS),--preset moonlight-mini --vocab 129280 --route balanced,--preset tiny)
 compare: train
 	@MPIRUN="$(MPIRUN)" sh scripts/compare.sh $(COMPARE_FLAGS)
 

@@ -16,7 +16,7 @@
 // Who does what. Multipliers take tasks in order from a ticket; movers take groups of rows in order from two tickets, one
 // for pulling and one for pushing. Every task waits for counters that earlier tasks or movers raise; movers wait for
 // counters that tasks raise, and a mover takes a ticket only when nothing is left to wait for. Nobody waits for another
-// rank. Hence any one worker alone can finish a pass.
+// rank. Hence any one worker that does both can finish a pass alone.
 //
 // On a GPU rows are pushed by the tiles that make them, so that a block has been pushed when its output tiles are done. And
 // movers are warps of their own there, beside those that multiply, and may hold a ticket that cannot be served yet: it

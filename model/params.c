@@ -187,7 +187,8 @@ size_t params_total(const struct params *p) {
 
 // ---- between memory and file ----
 
-// to [cols, rows] = transpose of from [rows, cols], in squares that stay in the cache; of small ones by this thread alone.
+// to [cols, rows] = transpose of from [rows, cols], in squares that stay in the cache. Small ones are not worth waking
+// other threads.
 static void transpose(float *to, const float *from, size_t rows, size_t cols) {
     enum { SQUARE = 32, SMALL = 1 << 20 };
 #pragma omp parallel for if (rows * cols > SMALL)

@@ -5,7 +5,7 @@
 // warm, or the last of a run with fewer. In train.c:
 //
 //     struct run_trace trace;
-//     trace_open_run(&trace, world, o->trace, workers, 0, t.step, o->steps);   // then hand &trace.trace to who records
+//     trace_open_run(&trace, world, o->trace, workers, o->trace_step, t.step, o->steps); // then hand &trace.trace to who records
 //     ... trace_begin_step(&trace, t->step + 1); trainer_step(t); trace_end_step(&trace); ...
 //     trace_close_run(&trace);
 //

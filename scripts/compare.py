@@ -98,6 +98,9 @@ def read_parts(path):
     return {part: 1e-6 * time for part, time in parts.items()}
 
 
+IDLE_MIB = 256  # more than a GPU holds that no program uses, and less than a program's context
+
+
 def read_clocks(path, begin, end):
     """Means over the samples between two moments, of all GPUs that were at work."""
     if not os.path.exists(path):
@@ -109,7 +112,7 @@ def read_clocks(path, begin, end):
             rows.append((moment, float(row[2]), float(row[3]), float(row[4])))
         except (ValueError, IndexError):
             continue
-    rows = [row for row in rows if begin <= row[0] <= end and row[3] > 4096]  # MiB: others are not of this run
+    rows = [row for row in rows if begin <= row[0] <= end and row[3] > IDLE_MIB]
     return {"mhz": mean(row[1] for row in rows), "watts": mean(row[2] for row in rows)} if rows else {}
 
 
@@ -161,7 +164,6 @@ def summarise(name, blocks):
     moe = sum(parts[part] for part in PARTS[1:4])
     median = quantile(ms, 0.5)
     load = [value for block in blocks for value in block["load"]]
-    clocks = [block["mhz"] for block in blocks if "mhz" in block]
     memory = [block["memory_gib"] for block in blocks if block["memory_gib"]]
     return {
         "arm": name,
@@ -177,7 +179,8 @@ def summarise(name, blocks):
         "memory_gib": max(memory) if memory else None,
         "last_loss": blocks[0]["losses"][-1],
         "load_max_over_mean": mean(load),
-        "mhz": mean(clocks),
+        "mhz": mean(block["mhz"] for block in blocks if "mhz" in block),
+        "watts": mean(block["watts"] for block in blocks if "watts" in block),
         "losses": blocks[0]["losses"],
         "same_losses_in_all_blocks": all(block["losses"] == blocks[0]["losses"] for block in blocks),
         "ms": ms,

@@ -11,13 +11,13 @@
 #   RANKS    of every run; default: as many as nvidia-smi sees GPUs, without any 2
 #   STEPS    that are timed in a block (50), after WARM (10) that are not; one more is traced. An arm has two blocks
 #   ARMS     lines NAME=FLAGS, the first one what the others are compared with; default: the megakernel, the all-to-all
-#            layer as it is by default (serial, on GPUs with cuBLASLt), and at its best (own products, four pieces that
-#            travel while others are computed)
+#            layer as it is by default (serial, on GPUs with cuBLASLt), and the best that make bench has found of it (own
+#            products, four pieces that travel while others are computed)
 #   OUT      folder for all runs and what comes of them (runs/compare); one that exists is refused
 #   PROGRAM  ./train, which `make train` builds   MPIRUN: the launcher of its MPI library
 #
 # OUT then has compare.md, compare.json, compare.png (scripts/compare.py, which can draw them again), and for each block
-# its run folder, its output, a trace of one step, and once a second the GPUs' clocks, power and memory.
+# its run folder, its output, a trace of one step, and twice a second the GPUs' clocks, power and memory.
 set -eu
 
 fail() {

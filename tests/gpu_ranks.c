@@ -385,8 +385,8 @@ static void ten_runs_have_the_same_bits(void **state) {
     }
 }
 
-// Two models of one process whose passes alternate: each has symmetric memory, barriers and messages of its own.
-static void two_models_take_turns(void **state) {
+// Models of one process whose passes alternate: each has symmetric memory, barriers and messages of its own.
+static void models_take_turns(void **state) {
     (void)state;
     need_megakernel();
     static const int some[] = {WAY_MOK, WAY_SMALL_RING, WAY_TWO_PIECES, -1};
@@ -485,7 +485,7 @@ int main(int argc, char **argv) {
         RANKS_TEST(shared_expert_has_the_bits_of_one_process),
         RANKS_TEST(layer_of_real_size_has_the_bits_of_one_process),
         RANKS_TEST(ten_runs_have_the_same_bits),
-        RANKS_TEST(two_models_take_turns),
+        RANKS_TEST(models_take_turns),
         RANKS_TEST(many_calls_that_all_differ),
     };
     gpu_ranks_start(argc, argv);

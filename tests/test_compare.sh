@@ -59,7 +59,8 @@ other_losses_are_said() {
         grep -q 'mok against seed: .* Losses are at most [0-9.e-]* apart' "$scratch/run/compare.md"
 }
 
-# Parts are of one step: none is negative, and the layer that exchanges rows stands for it.
+# Parts are of one step: none is negative, and the layer that exchanges rows stands for it. A step on busy cores may be
+# five times as long as the median one; seconds taken for milliseconds would be a thousand times.
 parts_add_up() {
     is 'min(min(a["ms_of_parts"].values()) >= 0 for a in r["arms"])' True &&
         is 'all(0 < a["moe_share"] < 1 for a in r["arms"])' True &&

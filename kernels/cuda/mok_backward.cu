@@ -77,8 +77,8 @@ struct backward_loader {
 
 static __device__ void load_tasks(const struct mok_parameters &p, Shared *shared) {
     const struct mok_plan plan = mok_plan_of(p);
-    // Whose rows the last weight gradient was of. What it has waited for, others of them need not look for again: where
-    // experts have few rows, that look takes as long as bringing the rows.
+    // Whose rows the last weight gradient was of: what it has waited for is there for others of them. Where experts have few
+    // rows and tiles are short, a look at a counter before each of them would show.
     int expert = -1, macrobatch = -1;
     tile_load_all(
         shared, p.tickets[MOK_NEXT_TASK], p.lost,
@@ -86,8 +86,8 @@ static __device__ void load_tasks(const struct mok_parameters &p, Shared *shared
         [&](struct tile_loader<Work> &loader, const Work &w, const auto &between) {
             const struct mok_maps &maps = maps_of(p, w.task);
             struct backward_loader backward = {p, loader};
-            bool there = is_d_weights(w.task) && w.task.expert == expert && w.task.block == macrobatch;
-            if (!there) wait_for_factors(p, plan, MOK_BACKWARD, w.task);
+            bool known = is_d_weights(w.task) && w.task.expert == expert && w.task.block == macrobatch;
+            if (!known) wait_for_factors(p, plan, MOK_BACKWARD, w.task);
             if (is_d_weights(w.task)) expert = w.task.expert, macrobatch = w.task.block;
             if (is_d_hidden(w.task))
                 backward.d_hidden(w, between);
