@@ -321,8 +321,9 @@ bench-kernels: $(CUDA)/tests/bench_kernels
 bench-attention: $(CUDA)/tests/bench_attention
 	@$(CUDA)/tests/bench_attention
 
-# A vocabulary as large as models have, which the built-in stories do not fill.
-COMPARE_FLAGS ?= $(if $(CUDA_GPUS),--preset moonlight-mini --vocab 129280 --route balanced,--preset tiny)
+# Sized for the GPUs there are, with a vocabulary as large as models have, which the built-in stories do not fill.
+COMPARE_PRESET = moonlight-mini$(if $(filter 1,$(RANKS)),-1)
+COMPARE_FLAGS ?= $(if $(CUDA_GPUS),--preset $(COMPARE_PRESET) --vocab 129280 --route balanced,--preset tiny)
 compare: train
 	@MPIRUN="$(MPIRUN)" sh scripts/compare.sh $(COMPARE_FLAGS)
 

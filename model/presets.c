@@ -12,6 +12,24 @@
     .route_scale = 2.5, .mtp_depth = 1, .max_positions = 1024, .rms_eps = 1e-6, .rope_theta = 10000, .yarn = YARN_OFF, \
     .init_std = 0.02, .balance_alpha = 1e-3, .bias_rate = 1e-3, .mtp_weight = 0.3
 
+// For measuring: the widths of a released model in as many layers as one H200, or two that share the experts, have room for
+// with a vocabulary of 129280.
+#define MOONLIGHT_MINI                                                                                                 \
+    .hidden = 2048, .dense_layers = 1, .intermediate = 11264, .expert_intermediate = 1408, .heads = 16, .q_rank = 0,   \
+    .kv_rank = 512, .nope_dim = 128, .rope_dim = 64, .value_dim = 128, .experts = 64, .shared_experts = 2, .top_k = 6, \
+    .groups = 1, .top_groups = 1, .normalize_gates = true, .route_scale = 2.446, .balance_alpha = 1e-4,                \
+    .bias_rate = 1e-2, .mtp_depth = 0, .mtp_weight = 0.3, .max_positions = 8192, .rms_eps = 1e-5, .rope_theta = 50000, \
+    .yarn = YARN_OFF, .init_std = 0.02
+#define QWEN3_MOE_MINI                                                                                                 \
+    .hidden = 2048, .dense_layers = 0, .intermediate = 6144, .expert_intermediate = 768, .heads = 16, .q_rank = 0,     \
+    .kv_rank = 512, .nope_dim = 128, .rope_dim = 64, .value_dim = 128, .experts = 128, .shared_experts = 0,            \
+    .top_k = 8, .groups = 1, .top_groups = 1, .normalize_gates = true, .route_scale = 1.0, .balance_alpha = 1e-4,      \
+    .bias_rate = 1e-2, .mtp_depth = 0, .mtp_weight = 0.3, .max_positions = 8192, .rms_eps = 1e-6, .rope_theta = 10000, \
+    .yarn = YARN_OFF, .init_std = 0.02
+#define MEASURED_TRAINING                                                                                              \
+    .batch = 8, .seq = 4096, .tokens_per_step = 0, .steps = 2000, .warmup = 200, .lr = 4.2e-4, .min_lr = 4.2e-5,       \
+    .save_every = 1000, .eval_every = 250, .sample_every = 0
+
 // With equal gates, route_scale = sqrt(top_k) makes the sum of the routed experts as large as one expert's output.
 // Runs of a few hundred steps balance their experts with a bias_rate of 1e-2; with 1e-3, moonlight-mini still sent most
 // tokens to the same experts after 60 steps.
@@ -73,25 +91,21 @@ const struct preset presets[] = {
      .batch = 8, .seq = 1024, .tokens_per_step = 524288, .steps = 20000, .warmup = 500,
      .lr = 6e-4, .min_lr = 6e-5, .save_every = 1000, .eval_every = 250, .sample_every = 1000, .sample_tokens = 100},
     {.name = "moonlight-mini",
-     .purpose = "Moonlight's widths in 8 layers; for measuring",
-     .model = {.hidden = 2048, .layers = 8, .dense_layers = 1, .intermediate = 11264, .expert_intermediate = 1408,
-               .heads = 16, .q_rank = 0, .kv_rank = 512, .nope_dim = 128, .rope_dim = 64, .value_dim = 128,
-               .experts = 64, .shared_experts = 2, .top_k = 6, .groups = 1, .top_groups = 1,
-               .normalize_gates = true, .route_scale = 2.446, .balance_alpha = 1e-4, .bias_rate = 1e-2,
-               .mtp_depth = 0, .mtp_weight = 0.3, .max_positions = 8192, .rms_eps = 1e-5, .rope_theta = 50000,
-               .yarn = YARN_OFF, .init_std = 0.02},
-     .batch = 4, .seq = 4096, .tokens_per_step = 0, .steps = 2000, .warmup = 200,
-     .lr = 4.2e-4, .min_lr = 4.2e-5, .save_every = 1000, .eval_every = 250, .sample_every = 0},
+     .purpose = "Moonlight's widths, to measure on two H200 or more",
+     .model = {MOONLIGHT_MINI, .layers = 12},
+     MEASURED_TRAINING},
+    {.name = "moonlight-mini-1",
+     .purpose = "the same for one H200",
+     .model = {MOONLIGHT_MINI, .layers = 8},
+     MEASURED_TRAINING},
     {.name = "qwen3-moe-mini",
-     .purpose = "Qwen3-30B-A3B's many narrow experts in 6 layers; for measuring",
-     .model = {.hidden = 2048, .layers = 6, .dense_layers = 0, .intermediate = 6144, .expert_intermediate = 768,
-               .heads = 16, .q_rank = 0, .kv_rank = 512, .nope_dim = 128, .rope_dim = 64, .value_dim = 128,
-               .experts = 128, .shared_experts = 0, .top_k = 8, .groups = 1, .top_groups = 1,
-               .normalize_gates = true, .route_scale = 1.0, .balance_alpha = 1e-4, .bias_rate = 1e-2,
-               .mtp_depth = 0, .mtp_weight = 0.3, .max_positions = 8192, .rms_eps = 1e-6, .rope_theta = 10000,
-               .yarn = YARN_OFF, .init_std = 0.02},
-     .batch = 4, .seq = 4096, .tokens_per_step = 0, .steps = 2000, .warmup = 200,
-     .lr = 4.2e-4, .min_lr = 4.2e-5, .save_every = 1000, .eval_every = 250, .sample_every = 0},
+     .purpose = "Qwen3-30B-A3B's many narrow experts, likewise",
+     .model = {QWEN3_MOE_MINI, .layers = 12},
+     MEASURED_TRAINING},
+    {.name = "qwen3-moe-mini-1",
+     .purpose = "the same for one H200",
+     .model = {QWEN3_MOE_MINI, .layers = 8},
+     MEASURED_TRAINING},
     {.name = "moonlight",
      .purpose = "Moonlight-16B-A3B",
      .model = {.vocab = 163840,

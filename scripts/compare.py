@@ -10,7 +10,7 @@ in all blocks, and what they differ by from those of the first arm is said.
 Where a step goes is what the trace has of rank 0, a mean over the blocks: communication is the time in which the GPU's
 queue stands for other ranks, in MoE layers (exchanges, barriers) or outside (sums of gradients, weights); what travels beside
 computing is not seen. What moves rows inside the megakernel is a part of the kernel. The MoE share counts the communication
-in MoE layers in.
+in MoE layers in. The head is the last product with its loss, both passes; other: routers, dense FFNs, embedding.
 """
 
 import csv
@@ -20,8 +20,9 @@ import os
 import re
 import sys
 
-PARTS = ["attention", "MoE forward", "MoE backward", "communication in MoE", "other communication", "optimizer", "other"]
-PART_COLORS = ["#80b1d3", "#fdb462", "#e6550d", "#54278f", "#bcbddc", "#74c476", "#d9d9d9"]
+PARTS = ["attention", "MoE forward", "MoE backward", "communication in MoE", "other communication", "optimizer", "head",
+         "other"]  # fmt: skip
+PART_COLORS = ["#80b1d3", "#fdb462", "#e6550d", "#54278f", "#bcbddc", "#74c476", "#b3b3b3", "#d9d9d9"]
 ARM_COLORS = ["#d7301f", "#0b4f9e", "#55b4ea", "#2ca25f", "#762a83", "#8c5a2b"]
 
 
@@ -64,7 +65,7 @@ def part_of_phase(name):
         return "attention"
     if name in ("moe forward", "moe backward"):
         return "MoE forward" if name == "moe forward" else "MoE backward"
-    return "optimizer" if name == "update weights" else "other"
+    return {"update weights": "optimizer", "head": "head"}.get(name, "other")
 
 
 def is_communication(name):

@@ -3,7 +3,7 @@
 # tokens per second, where a step's time goes, losses. Blocks of the arms take turns, A/B/C/C/B/A, so that what drifts (heat,
 # other users) meets all arms alike.
 #
-#   scripts/compare.sh --preset moonlight-mini --data 'data/linux_train_*.bin' --route balanced
+#   scripts/compare.sh --preset moonlight-mini --data 'data/linux_train_*.bin'
 #   RANKS=4 STEPS=20 OUT=runs/four scripts/compare.sh --preset tiny
 #
 # The arguments are flags of the trainer, the same for all arms. In the environment:
@@ -12,7 +12,7 @@
 #   STEPS    that are timed in a block (50), after WARM (10) that are not; one more is traced. An arm has two blocks
 #   ARMS     lines NAME=FLAGS, the first one what the others are compared with; default: the megakernel, the all-to-all
 #            layer as it is by default (serial, on GPUs with cuBLASLt), and the best that make bench has found of it (own
-#            products, four pieces that travel while others are computed)
+#            products, and with several ranks four pieces that travel while others are computed)
 #   OUT      folder for all runs and what comes of them (runs/compare); one that exists is refused
 #   PROGRAM  ./train, which `make train` builds   MPIRUN: the launcher of its MPI library
 #
@@ -36,9 +36,11 @@ gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || gpus=0
 ranks=${RANKS:-$gpus}
 [ "$ranks" != 0 ] || ranks=2
 steps=${STEPS:-50} warm=${WARM:-10} out=${OUT:-runs/compare} program=${PROGRAM:-./train} mpirun=${MPIRUN:-mpirun}
-three='mok=--moe mok
+pieces=
+[ "$ranks" = 1 ] || pieces=' --alltoall-chunks 4'
+three="mok=--moe mok
 alltoall=--moe alltoall
-alltoall, best=--moe alltoall --expert-gemm own --alltoall-chunks 4'
+alltoall, best=--moe alltoall --expert-gemm own$pieces"
 arms=${ARMS:-$three}
 here=$(dirname "$0")
 

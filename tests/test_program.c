@@ -664,7 +664,7 @@ static void plans_every_preset_without_its_memory(void **state) {
         presets++;
     }
     setrlimit(RLIMIT_AS, &before);
-    assert_int_equal(presets, 10);
+    assert_int_equal(presets, 12);
     free(help);
 }
 
