@@ -1,8 +1,7 @@
 // Speed of every operation of kernels.h on the GPU, in the order of kernels.h, at three models' shapes, and that of
 // those that move rows at a large one, where a launch no longer counts: bytes that must move (inputs read once, outputs
 // written once) beside a copy of this run, or floating-point operations beside the matrix product that cuBLASLt does
-// best. Products in FP32 are beside what the multiprocessors can do at the clock they had. A row that is bound by
-// memory and reaches less than 85 % of the copy ends in "<-".
+// best. A row that is bound by memory and reaches less than 85 % of the copy ends in "<-".
 #include <math.h>
 #include <stdbool.h>
 
@@ -67,12 +66,6 @@ static void print_bytes(const char *operation, const struct shape *s, const char
 static void print_tensor(const char *operation, const struct shape *s, const char *sizes, double flops,
                          struct sample t) {
     print_row(operation, s, sizes, t, 1e-12 * flops / t.seconds, "TFLOP/s", 1e-12 * product_flops_per_second, false);
-}
-
-// 128 multiply-adds in each multiprocessor and cycle.
-static void print_fp32(const char *operation, const struct shape *s, const char *sizes, double flops, struct sample t) {
-    double peak = 256e6 * t.mhz * cuda_multiprocessors();
-    print_row(operation, s, sizes, t, 1e-12 * flops / t.seconds, "TFLOP/s", 1e-12 * peak, false);
 }
 
 #define BENCH(s, CALL) BENCH_TIMES(s, BENCH_REPEATS, CALL)
@@ -404,11 +397,12 @@ static void bench_router_score(const struct shape *s) {
     struct sample t;
     int N = s->tokens, E = s->c->experts, H = s->c->hidden;
     size_t n = (size_t)N, e = (size_t)E, h = (size_t)H;
-    bench_begin(2.0 * N * H + 2.0 * E * H + 4.0 * N * E);
+    double bytes = 2.0 * N * H + 2.0 * E * H + 4.0 * N * E;
+    bench_begin(bytes);
     struct buffer scores = buffer_accums(n * e), x = buffer_reals(n * h), w = buffer_reals(e * h);
     BENCH(t, router_score(at(scores), at(x), at(w), N, E, H));
     router_sizes(s);
-    print_fp32("router_score", s, sizes, 2.0 * N * E * H, t);
+    print_bytes("router_score", s, sizes, bytes, t);
 }
 
 static void bench_router_select(const struct shape *s) {
@@ -463,7 +457,8 @@ static void bench_router_backward(const struct shape *s) {
     struct sample t;
     int H = s->c->hidden;
     size_t n = (size_t)s->tokens, e = (size_t)s->c->experts, h = (size_t)H, routes = (size_t)s->routes;
-    bench_begin(6.0 * (double)(n * h) + 10.0 * (double)(e * h) + 8.0 * (double)(n * e) + 8.0 * (double)routes);
+    double bytes = 6.0 * (double)(n * h) + 10.0 * (double)(e * h) + 8.0 * (double)(n * e) + 8.0 * (double)routes;
+    bench_begin(bytes);
     struct buffer dx = buffer_reals(n * h), dw = buffer_accums(e * h), dz = buffer_accums(n * e);
     struct buffer d_gates = buffer_accums(routes), scores = buffer_accums(n * e);
     struct buffer ids = buffer_of(s->ids, routes * sizeof(int32_t)), f = buffer_accums((size_t)s->batch * e);
@@ -471,7 +466,7 @@ static void bench_router_backward(const struct shape *s) {
     BENCH(t, router_backward(at(dx), at(dw), at(dz), at(d_gates), at(scores), at(ids), at(f), 1e-6, at(x), at(w),
                              s->batch, s->length, H, router_of(s->c)));
     router_sizes(s);
-    print_fp32("router_backward", s, sizes, 4.0 * (double)(n * e * h), t);
+    print_bytes("router_backward", s, sizes, bytes, t);
 }
 
 static void bench_router_update_bias(const struct shape *s) {

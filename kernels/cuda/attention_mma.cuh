@@ -1,5 +1,5 @@
-// What the attention_mma_* passes share: fragments of tensor cores (mma.sync, m16n8k16), tiles in shared memory, and
-// where rows of heads lie in memory. They take heads of any widths up to ATTENTION_MMA_COLUMNS, at any address.
+// What the attention_mma_* passes share: tiles in shared memory, products of fragments (mma.cuh), and where rows of
+// heads lie in memory. They take heads of any widths up to ATTENTION_MMA_COLUMNS, at any address.
 //
 // A block has eight warps and works for 128 rows, 16 a warp, which stay in shared memory; the rows they meet (keys for
 // queries, queries for keys) come by in steps, the next step being copied while one is multiplied. Products of scores
@@ -8,52 +8,13 @@
 #define MOK_KERNELS_CUDA_ATTENTION_MMA_CUH
 
 #include "kernels/cuda/attention_passes.h"
+#include "kernels/cuda/mma.cuh"
 
 enum { TILE_ROWS = 128, WARP_ROWS = 16, TILE_THREADS = TILE_ROWS / WARP_ROWS * 32 };
 
 // Elements from one row of a tile to the next. The 16 bytes more than needed put the eight rows of an 8x8 matrix into
 // different banks, since widths are multiples of 32 bytes.
 static constexpr __host__ __device__ int tile_pitch(int columns) { return columns + 8; }
-
-// ---- the instructions ----
-
-// 16 bytes from memory into shared memory, zeros unless `there`. Done after copy_wait.
-static __device__ __forceinline__ void copy_async_16(void *shared, const void *memory, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
-                 "l"(memory), "r"(there ? 16 : 0)
-                 : "memory");
-}
-
-// Waits for this thread's copies.
-static __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// Four 8x8 matrices; lane l gives the address of row l % 8 of matrix l / 8 and gets, of each, columns 2 (l % 4) and the
-// next of row l / 4.
-static __device__ __forceinline__ void load_matrices(uint32_t (&m)[4], const real *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"((uint32_t)__cvta_generic_to_shared(row))
-                 : "memory");
-}
-
-// The same of the transposed matrices: rows 2 (l % 4) and the next of column l / 4.
-static __device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], const real *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"((uint32_t)__cvta_generic_to_shared(row))
-                 : "memory");
-}
-
-// c [16, 8] += a [16, 16] b [16, 8]. Lane l has columns 2 (l % 4) and the next of rows l / 4 (c[0], c[1]) and l / 4 + 8
-// (c[2], c[3]). a: 8x8 matrices (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15). b: the transposed
-// matrices of rows 0-7 and 8-15.
-static __device__ __forceinline__ void multiply_fragment(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                         uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // ---- rows of one head, as they go into a tile ----
 

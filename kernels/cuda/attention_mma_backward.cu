@@ -206,8 +206,8 @@ void attention_mma_keys(real *dkv, real *rope, const struct attention_operands *
     with_mma_sizes(s, [&](auto sizes) {
         constexpr int DQ = decltype(sizes)::DQ, DV = decltype(sizes)::DV;
         dim3 grid((unsigned)(tiles * s->batch * backward_shares<DQ, DV>()), (unsigned)s->heads);
-        attention_launch<keys_kernel<DQ, DV>>(grid, TILE_THREADS, backward_shared_bytes<DQ, DV>(), dkv, rope,
-                                              mma_operands_of(a), tiles, s->batch);
+        cuda_launch_shared<keys_kernel<DQ, DV>>(grid, TILE_THREADS, backward_shared_bytes<DQ, DV>(), dkv, rope,
+                                                mma_operands_of(a), tiles, s->batch);
     });
 }
 
@@ -217,7 +217,7 @@ void attention_mma_queries(real *dq, const struct attention_operands *a) {
     dim3 grid((unsigned)(tiles * s->batch), (unsigned)s->heads);
     with_mma_sizes(s, [&](auto sizes) {
         constexpr int DQ = decltype(sizes)::DQ, DV = decltype(sizes)::DV;
-        attention_launch<queries_kernel<DQ, DV>>(grid, TILE_THREADS, backward_shared_bytes<DQ, DV>(), dq,
-                                                 mma_operands_of(a), tiles);
+        cuda_launch_shared<queries_kernel<DQ, DV>>(grid, TILE_THREADS, backward_shared_bytes<DQ, DV>(), dq,
+                                                   mma_operands_of(a), tiles);
     });
 }

@@ -134,7 +134,7 @@ void attention_mma_forward(real *o, accum *lse, const struct attention_operands 
     dim3 grid((unsigned)(tiles * s->batch), (unsigned)s->heads);
     with_mma_sizes(s, [&](auto sizes) {
         constexpr int DQ = decltype(sizes)::DQ, DV = decltype(sizes)::DV;
-        attention_launch<forward_kernel<DQ, DV>>(grid, TILE_THREADS, forward_shared_bytes<DQ, DV>(), o, lse,
-                                                 mma_operands_of(a), tiles);
+        cuda_launch_shared<forward_kernel<DQ, DV>>(grid, TILE_THREADS, forward_shared_bytes<DQ, DV>(), o, lse,
+                                                   mma_operands_of(a), tiles);
     });
 }

@@ -67,15 +67,4 @@ static __device__ __forceinline__ uint32_t pack_pair(float first, float second) 
     return packed;
 }
 
-// Launches a kernel that takes the same bytes of shared memory in every call, more than a kernel may without asking.
-template <auto kernel, class... Arguments>
-static inline void attention_launch(dim3 grid, int threads, size_t shared_bytes, const Arguments &...arguments) {
-    static bool allowed;
-    cudaFuncAttribute attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (!allowed) cuda_check(cudaFuncSetAttribute(kernel, attribute, (int)shared_bytes));
-    allowed = true;
-    kernel<<<grid, (unsigned)threads, shared_bytes, cuda_stream()>>>(arguments...);
-    cuda_check_launch();
-}
-
 #endif

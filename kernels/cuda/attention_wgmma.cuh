@@ -327,7 +327,7 @@ template <class Launch> static inline void with_head_sizes(const struct attentio
 template <auto kernel, class Parameters>
 static inline void launch_persistent(size_t shared_bytes, const Parameters &parameters) {
     int tiles = parameters.order.count, most = cuda_multiprocessors();
-    attention_launch<kernel>((unsigned)(tiles < most ? tiles : most), ATTENTION_THREADS, shared_bytes, parameters);
+    cuda_launch_shared<kernel>((unsigned)(tiles < most ? tiles : most), ATTENTION_THREADS, shared_bytes, parameters);
 }
 
 #endif

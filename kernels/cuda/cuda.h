@@ -59,6 +59,17 @@ static inline void cuda_launch_early(void (*kernel)(Parameters...), dim3 grid, d
     cuda_check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 
+// Launches a kernel that takes the same bytes of shared memory in every call, more than a kernel may without asking.
+template <auto kernel, class... Arguments>
+static inline void cuda_launch_shared(dim3 grid, int threads, size_t shared_bytes, const Arguments &...arguments) {
+    static bool allowed;
+    cudaFuncAttribute attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    if (!allowed) cuda_check(cudaFuncSetAttribute(kernel, attribute, (int)shared_bytes));
+    allowed = true;
+    kernel<<<grid, (unsigned)threads, shared_bytes, cuda_stream()>>>(arguments...);
+    cuda_check_launch();
+}
+
 // Eight BF16 numbers in one 16-byte access.
 union bf16x8 {
     uint4 words;

@@ -1,185 +1,273 @@
 // The router's matrix products, with what belongs to them: scores, and the gradient back to inputs and weights.
 //
-// Everything is FP32 on plain multiply-adds: tensor cores would round the operands or the sums, and a choice between
-// two experts hangs on the last bits. Which sums are made, and in which order, depends on sizes alone.
+// A choice between two experts hangs on the last bits of a score, so all of this is as exact as in FP32, though on
+// tensor cores. They multiply BF16 numbers exactly: x and w are such numbers, and an FP32 number, of the logits'
+// gradient, is the sum of three. But they cut sums where FP32 rounds them, always towards zero. So only 16 or 32 terms
+// are summed there, and these sums are added up in FP32. Which sums are made, and in which order, depends on sizes
+// alone.
 #include "kernels/cuda/cuda.h"
 #include "kernels/cuda/experts.h"
+#include "kernels/cuda/mma.cuh"
 #include "kernels/cuda/scratch_router.h"
 
-// ---- the product of two tiles ----
+// ---- operands ----
 
-// A block makes TILE x TILE sums, a thread 8 x 4 of them. DEPTH terms at a time stand in shared memory as
-// [DEPTH][PITCH]: the pitch keeps rows 16-byte aligned.
-enum { TILE = 64, DEPTH = 32, PITCH = TILE + 4, THREADS = 128, ROWS = 8, COLUMNS = 4 };
-enum { BLOCKS = 4 }; // of a multiprocessor, so that some multiply while others load: at most 128 registers of a thread
-// A thread loads GROUP consecutive numbers, GROUPS times. RUNS of them make the depth.
-enum { GROUP = 8, GROUPS = TILE * DEPTH / GROUP / THREADS, RUNS = DEPTH / GROUP };
-static_assert(THREADS == TILE / ROWS * (TILE / COLUMNS), "threads cover the tile");
-static_assert(DEPTH <= TILE, "places that are exchanged stay in the tile");
+// A block makes TILE x TILE sums. DEPTH terms at a time stand in shared memory, in a ring of STAGES.
+enum { TILE = 128, DEPTH = 64, STAGES = 2, THREADS = 256 };
+enum { BLOCKS = 2 }; // of a multiprocessor, so that some multiply while others load: at most 128 registers of a thread
 
-// A group as it lies in memory. It is widened when it goes to shared memory, not before: that would wait for the load.
-template <typename T> struct group;
-
-template <> struct group<float> {
-    float4 low, high;
-    __device__ __forceinline__ void load(const float *from) {
-        low = *(const float4 *)from;
-        high = *(const float4 *)(from + 4);
-    }
-    // The first `there` numbers, then zeros.
-    __device__ __forceinline__ void load(const float *from, int there) {
-        float numbers[GROUP];
-#pragma unroll
-        for (int n = 0; n < GROUP; n++) numbers[n] = n < there ? from[n] : 0.0f;
-        low = make_float4(numbers[0], numbers[1], numbers[2], numbers[3]);
-        high = make_float4(numbers[4], numbers[5], numbers[6], numbers[7]);
-    }
-    __device__ __forceinline__ void widen(float4 *two) const {
-        two[0] = low;
-        two[1] = high;
-    }
+// Left operands: BF16 numbers are one piece, FP32 numbers three, the largest first. Tensor cores sum STEPS of 16 terms
+// at a time: two where a step is only one product, as adding up takes nearly as long as a product.
+template <typename T> struct pieces;
+template <> struct pieces<real> {
+    enum { COUNT = 1, STEPS = 2 };
+};
+template <> struct pieces<float> {
+    enum { COUNT = 3, STEPS = 1 };
 };
 
-template <> struct group<real> {
-    uint4 words;
-    __device__ __forceinline__ void load(const real *from) { words = *(const uint4 *)from; }
-    __device__ __forceinline__ void load(const real *from, int there) {
-        bf16x8 eight;
-#pragma unroll
-        for (int p = 0; p < 4; p++) {
-            eight.pairs[p].x = 2 * p < there ? from[2 * p] : __float2bfloat16_rn(0.0f);
-            eight.pairs[p].y = 2 * p + 1 < there ? from[2 * p + 1] : __float2bfloat16_rn(0.0f);
-        }
-        words = eight.words;
-    }
-    __device__ __forceinline__ void widen(float4 *two) const {
-        bf16x8 eight;
-        eight.words = words;
-        float2 a = __bfloat1622float2(eight.pairs[0]), b = __bfloat1622float2(eight.pairs[1]);
-        float2 c = __bfloat1622float2(eight.pairs[2]), d = __bfloat1622float2(eight.pairs[3]);
-        two[0] = make_float4(a.x, a.y, b.x, b.y);
-        two[1] = make_float4(c.x, c.y, d.x, d.y);
-    }
-};
+// threadIdx.x, of which the compiler cannot know that it stays what it is: what follows from it is computed anew where
+// it is needed, not kept in registers that products need.
+static __device__ __forceinline__ int thread_again() {
+    int thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return thread;
+}
 
 // A matrix whose element (i, d) is term d of the sums of row, or column, i of the product. ALONG_DEPTH: it lies at
-// data[i * stride + d], else at data[d * stride + i]. There are `count` values of i. Nothing outside is read.
+// data[i * stride + d], else at data[d * stride + i]; rows have no gaps. There are `count` values of i. Nothing outside
+// is read.
 template <typename T, bool ALONG_DEPTH> struct operand {
-    typedef group<T> loaded;
+    // Tiles lie as the matrix does: LINES of LENGTH elements, PITCH apart in shared memory, copied in units of 16
+    // bytes. With these pitches, the places of a fragment that are read at once are in different banks.
+    enum { LINES = ALONG_DEPTH ? TILE : DEPTH, LENGTH = ALONG_DEPTH ? DEPTH : TILE, UNIT = 16 / sizeof(T) };
+    enum {
+        PITCH = LENGTH + (ALONG_DEPTH || sizeof(T) == 2 ? 8 : 4),
+        UNITS = LENGTH / UNIT,
+        TURNS = LINES * UNITS / THREADS
+    };
+    static_assert(LINES * LENGTH % (UNIT * THREADS) == 0, "every thread has the same number of units");
+
+    typedef T element;
+    typedef T tile[LINES * PITCH];
+
     const T *data;
     int stride, count;
-    bool aligned; // groups begin at 16 bytes
+    bool aligned; // units begin at 16 bytes; they are then whole or not there
 
     operand(const T *matrix, int row_stride, int rows)
         : data(matrix), stride(row_stride), count(rows),
           aligned((uintptr_t)matrix % 16 == 0 && (size_t)row_stride * sizeof(T) % 16 == 0) {}
 
-    // This thread's groups of the tile that begins at (first, depth). Zeros stand for what is not there.
-    __device__ __forceinline__ void load(loaded out[GROUPS], int first, int depth, int depth_end) const {
+    // The tile `to` = what begins at (first, depth), zeros where nothing is. Complete after copy_wait_but and
+    // __syncthreads.
+    __device__ __forceinline__ void load(T *to, int first, int depth, int depth_end) const {
+        int first_line = ALONG_DEPTH ? first : depth, lines = (ALONG_DEPTH ? count : depth_end) - first_line;
+        int first_column = ALONG_DEPTH ? depth : first, columns = (ALONG_DEPTH ? depth_end : count) - first_column;
+        const T *from = data + (size_t)first_line * stride + first_column;
+        int thread = thread_again(), line = thread / UNITS, column = thread % UNITS * UNIT;
+        if (aligned) {
+            to += line * PITCH + column;
+            from += (size_t)line * stride + column;
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++) {
-            int number = threadIdx.x + THREADS * g;
-            int i = first + (ALONG_DEPTH ? number / RUNS : number % (TILE / GROUP) * GROUP);
-            int d = depth + (ALONG_DEPTH ? number % RUNS * GROUP : number / (TILE / GROUP));
-            int there = ALONG_DEPTH ? depth_end - d : count - i;
-            if (ALONG_DEPTH ? i >= count : d >= depth_end) there = 0;
-            size_t at = ALONG_DEPTH ? (size_t)i * stride + d : (size_t)d * stride + i;
-            if (aligned && there >= GROUP)
-                out[g].load(data + at);
-            else
-                out[g].load(data + at, there);
+            for (int turn = 0; turn < TURNS; turn++) {
+                bool there = line + turn * (LINES / TURNS) < lines && column < columns;
+                copy_async_16(to + turn * (LINES / TURNS) * PITCH, there ? from : data, there);
+                from += (size_t)(LINES / TURNS) * stride;
+            }
+            return;
+        }
+#pragma unroll 1
+        for (int i = threadIdx.x; i < LINES * LENGTH; i += THREADS) {
+            line = i / LENGTH, column = i % LENGTH;
+            bool there = line < lines && column < columns;
+            to[line * PITCH + column] = there ? from[(size_t)line * stride + column] : (T)0.0f;
         }
     }
 
-    // Where i of the tile stands in row d of shared memory. Lanes that store numbers of one row each, from several runs
-    // of the depth, would meet in the same banks without the exchange of places.
-    static __device__ __forceinline__ int place(int i, int d) { return ALONG_DEPTH ? i ^ (d / GROUP * GROUP) : i; }
+    // Elements (i, d) and (i, d + 1) of a tile.
+    static __device__ __forceinline__ float2 pair(const T *tile, int i, int d) {
+        if constexpr (ALONG_DEPTH)
+            return *(const float2 *)(tile + i * PITCH + d);
+        else
+            return make_float2(tile[d * PITCH + i], tile[(d + 1) * PITCH + i]);
+    }
 
-    // The same groups into shared memory.
-    static __device__ __forceinline__ void store(float *tile, const loaded in[GROUPS]) {
+    // The 16 rows from i, 16 terms from d of a tile as the left factor of multiply_fragment.
+    static __device__ __forceinline__ void left(uint32_t (&a)[pieces<T>::COUNT][4], const T *tile, int i, int d) {
+        int lane = threadIdx.x % 32;
+        if constexpr (pieces<T>::COUNT == 1) {
+            static_assert(ALONG_DEPTH, "nobody has the other one");
+            load_matrices(a[0], tile + (i + lane % 16) * PITCH + d + lane / 16 * 8);
+        } else {
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++) {
-            int number = threadIdx.x + THREADS * g;
-            float4 two[2];
-            in[g].widen(two);
-            if (ALONG_DEPTH) {
-                int d = number % RUNS * GROUP;
-                float *to = tile + d * PITCH + place(number / RUNS, d);
-                to[0 * PITCH] = two[0].x, to[1 * PITCH] = two[0].y, to[2 * PITCH] = two[0].z, to[3 * PITCH] = two[0].w;
-                to[4 * PITCH] = two[1].x, to[5 * PITCH] = two[1].y, to[6 * PITCH] = two[1].z, to[7 * PITCH] = two[1].w;
-            } else {
-                float4 *to = (float4 *)(tile + number / (TILE / GROUP) * PITCH + number % (TILE / GROUP) * GROUP);
-                to[0] = two[0];
-                to[1] = two[1];
+            for (int m = 0; m < 4; m++) {
+                float2 two = pair(tile, i + lane / 4 + m % 2 * 8, d + lane % 4 * 2 + m / 2 * 8);
+#pragma unroll
+                for (int p = 0; p < pieces<T>::COUNT; p++) a[p][m] = take_piece(two);
             }
         }
     }
+
+    // The 16 columns from i, 16 terms from d of a tile as right factors: b[0] and b[1] of the first 8 columns, b[2] and
+    // b[3] of the others.
+    static __device__ __forceinline__ void right(uint32_t (&b)[4], const T *tile, int i, int d) {
+        int lane = threadIdx.x % 32;
+        if constexpr (ALONG_DEPTH)
+            load_matrices(b, tile + (i + lane / 16 * 8 + lane % 8) * PITCH + d + lane / 8 % 2 * 8);
+        else
+            load_matrices_transposed(b, tile + (d + lane % 16) * PITCH + i + lane / 16 * 8);
+    }
+
+    // Takes the first 8 of their bits from two numbers, the first one's into the lower half. What is left is exact:
+    // three pieces have all 24 bits (the last ones of numbers below 2^-110 are lost). Of infinity what is left is NaN.
+    static __device__ __forceinline__ uint32_t take_piece(float2 &two) {
+        unsigned x = __float_as_uint(two.x), y = __float_as_uint(two.y);
+        two.x -= __uint_as_float(x & 0xffff0000u);
+        two.y -= __uint_as_float(y & 0xffff0000u);
+        return __byte_perm(x, y, 0x7632);
+    }
 };
 
-// Rows of the tile that this thread sums: two runs of four, half a tile apart. Columns: four from first_column.
-static __device__ __forceinline__ int row_of_sum(int r) {
-    return r / 4 * (TILE / 2) + threadIdx.x / (TILE / COLUMNS) * 4 + r % 4;
-}
-static __device__ __forceinline__ int first_column() { return threadIdx.x % (TILE / COLUMNS) * COLUMNS; }
+// ---- the product of two tiles ----
 
+// A warp makes WARP_ROWS x WARP_COLUMNS of the sums. A lane has RUNS of four neighbours.
+enum { WARP_ROWS = 32, WARP_COLUMNS = 64, RUNS = WARP_ROWS * WARP_COLUMNS / 32 / 4, RUNS_WIDE = WARP_COLUMNS / 8 };
+static_assert(TILE / WARP_ROWS == 4 && TILE / WARP_COLUMNS == 2 && THREADS == 8 * 32, "warps cover the tile");
+
+// Where this warp's sums begin. Warp w has the multiprocessor's tensor core w % 4. Where there are 64 experts, only the
+// warps of the first 64 rows, or columns, have something to do: either half has one warp on each tensor core.
+static __device__ __forceinline__ int warp_row() {
+    int warp = threadIdx.x / 32;
+    return (warp + warp / 4 * 2) % 4 * WARP_ROWS;
+}
+static __device__ __forceinline__ int warp_column() { return (int)threadIdx.x / 128 * WARP_COLUMNS; }
+
+// Row and first column of a run, once the sums are in runs.
+static __device__ __forceinline__ int run_row(int run) {
+    return warp_row() + run / RUNS_WIDE * 16 + run % 2 * 8 + (int)threadIdx.x % 32 / 4;
+}
+static __device__ __forceinline__ int run_column(int run) {
+    int lane = threadIdx.x % 32;
+    return warp_column() + run % RUNS_WIDE / 2 * 16 + lane % 2 * 8 + lane % 4 / 2 * 4;
+}
+
+// From fragments, where a lane has two neighbours in each of two rows, to runs: of the lanes that share a row, even
+// ones give what they have of right fragments for what odd ones have of left fragments.
+static __device__ __forceinline__ void gather_runs(float (&sums)[RUNS][4]) {
+    bool odd = threadIdx.x % 2;
+#pragma unroll
+    for (int n = 0; n < RUNS; n += 2) {
+        float *left = sums[n], *right = sums[n + 1];
+#pragma unroll
+        for (int row = 0; row < 4; row += 2) {
+            float first = __shfl_xor_sync(ALL_LANES, odd ? left[row] : right[row], 1);
+            float second = __shfl_xor_sync(ALL_LANES, odd ? left[row + 1] : right[row + 1], 1);
+            if (odd)
+                left[row] = first, left[row + 1] = second;
+            else
+                right[row] = first, right[row + 1] = second;
+        }
+        // Now the first row's four are left[0, 1] and right[0, 1], the second row's the others.
+        float x = left[2], y = left[3];
+        left[2] = right[0], left[3] = right[1];
+        right[0] = x, right[1] = y;
+    }
+}
+
+// Tiles that are multiplied with each other.
+template <class A, class B> struct stage {
+    typename A::tile a;
+    typename B::tile b;
+};
+
+// Adds a stage's products to this warp's sums. The smallest pieces come first, so that a step's sum is cut at its full
+// size only once.
 template <class A, class B>
-static __device__ __forceinline__ void multiply_add(float sums[ROWS][COLUMNS], const float *tile_a,
-                                                    const float *tile_b) {
+static __device__ __forceinline__ void multiply_stage(float (&sums)[RUNS][4], const stage<A, B> &now) {
+    typedef pieces<typename A::element> of_a;
+    constexpr int PIECES = of_a::COUNT, STEPS = of_a::STEPS, HIGH = WARP_ROWS / 16;
+#pragma unroll 1 // fragments of the next terms would need registers that are not there
+    for (int d = 0; d < DEPTH; d += 16 * STEPS) {
+        uint32_t a[STEPS][HIGH][PIECES][4];
 #pragma unroll
-    for (int run = 0; run < DEPTH; run += GROUP) {
-        const float *low = tile_a + run * PITCH + A::place(row_of_sum(0), run);
-        const float *high = tile_a + run * PITCH + A::place(row_of_sum(4), run);
-        const float *right = tile_b + run * PITCH + B::place(first_column(), run);
+        for (int step = 0; step < STEPS; step++)
 #pragma unroll
-        for (int d = 0; d < GROUP; d++) {
-            float a[ROWS], b[COLUMNS];
-            *(float4 *)a = *(const float4 *)(low + d * PITCH);
-            *(float4 *)(a + 4) = *(const float4 *)(high + d * PITCH);
-            *(float4 *)b = *(const float4 *)(right + d * PITCH);
+            for (int m = 0; m < HIGH; m++) A::left(a[step][m], now.a, warp_row() + m * 16, d + step * 16);
 #pragma unroll
-            for (int r = 0; r < ROWS; r++)
+        for (int n = 0; n < RUNS_WIDE; n += 2) {
+            float few[HIGH][2][4] = {};
 #pragma unroll
-                for (int c = 0; c < COLUMNS; c++) sums[r][c] = fmaf(a[r], b[c], sums[r][c]);
+            for (int step = 0; step < STEPS; step++) {
+                uint32_t b[4];
+                B::right(b, now.b, warp_column() + n * 8, d + step * 16);
+#pragma unroll
+                for (int p = PIECES - 1; p >= 0; p--)
+#pragma unroll
+                    for (int m = 0; m < HIGH; m++) {
+                        multiply_fragment(few[m][0], a[step][m][p], b[0], b[1]);
+                        multiply_fragment(few[m][1], a[step][m][p], b[2], b[3]);
+                    }
+            }
+#pragma unroll
+            for (int m = 0; m < HIGH; m++)
+#pragma unroll
+                for (int side = 0; side < 2; side++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) sums[m * RUNS_WIDE + n + side][e] += few[m][side][e];
         }
     }
 }
 
-// sums = the block's tile of a b^T at (first_a, first_b), over terms begin .. end - 1 in ascending order. All threads
-// of the block call it.
+// What begins at `depth`, as a group of copies, which is empty if there is nothing.
 template <class A, class B>
-static __device__ __forceinline__ void multiply(float sums[ROWS][COLUMNS], const A &a, int first_a, const B &b,
+static __device__ __forceinline__ void load_stage(stage<A, B> &next, const A &a, int first_a, const B &b, int first_b,
+                                                  int depth, int depth_end) {
+    if (depth < depth_end) {
+        a.load(next.a, first_a, depth, depth_end);
+        b.load(next.b, first_b, depth, depth_end);
+    }
+    copy_group();
+}
+
+template <class A, class B> static size_t ring_bytes() { return STAGES * sizeof(stage<A, B>); }
+
+// sums = the block's tile of a b^T at (first_a, first_b), over terms begin .. end - 1 in ascending order, in runs. All
+// threads of the block call it. Shared memory: ring_bytes.
+template <class A, class B>
+static __device__ __forceinline__ void multiply(float (&sums)[RUNS][4], const A &a, int first_a, const B &b,
                                                 int first_b, int begin, int end) {
-    __shared__ __align__(16) float tile_a[DEPTH * PITCH], tile_b[DEPTH * PITCH];
-    typename A::loaded next_a[GROUPS];
-    typename B::loaded next_b[GROUPS];
+    extern __shared__ __align__(16) unsigned char memory[];
+    stage<A, B> *ring = (stage<A, B> *)memory;
+    bool idle = first_a + warp_row() >= a.count || first_b + warp_column() >= b.count;
 #pragma unroll
-    for (int r = 0; r < ROWS; r++)
+    for (int run = 0; run < RUNS; run++)
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) sums[r][c] = 0.0f;
-    if (begin >= end) return;
-    a.load(next_a, first_a, begin, end);
-    b.load(next_b, first_b, begin, end);
+        for (int e = 0; e < 4; e++) sums[run][e] = 0.0f;
+
+#pragma unroll 1
+    for (int place = 0; place < STAGES; place++)
+        load_stage(ring[place], a, first_a, b, first_b, begin + place * DEPTH, end);
+#pragma unroll 1
     for (int depth = begin; depth < end; depth += DEPTH) {
-        __syncthreads(); // the tiles before have been read
-        a.store(tile_a, next_a);
-        b.store(tile_b, next_b);
-        __syncthreads();
-        if (depth + DEPTH < end) { // the next ones are on their way during the multiply-adds
-            a.load(next_a, first_a, depth + DEPTH, end);
-            b.load(next_b, first_b, depth + DEPTH, end);
-        }
-        multiply_add<A, B>(sums, tile_a, tile_b);
+        stage<A, B> &now = ring[(depth - begin) / DEPTH % STAGES];
+        copy_wait_but<STAGES - 1>();
+        __syncthreads(); // everyone's part of the stage is there
+        if (!idle) multiply_stage<A, B>(sums, now);
+        __syncthreads(); // everyone has read it
+        load_stage(now, a, first_a, b, first_b, depth + STAGES * DEPTH, end);
     }
+    gather_runs(sums);
 }
 
-// Four neighbours of a row to memory, or as many of them as there are.
-static __device__ __forceinline__ void store_four(float *to, const float *four, int there, bool aligned) {
-    if (aligned && there >= COLUMNS)
-        *(float4 *)to = make_float4(four[0], four[1], four[2], four[3]);
+// A run to memory, or as many of it as there are.
+static __device__ __forceinline__ void store_run(float *to, const float (&run)[4], int there, bool aligned) {
+    if (aligned && there >= 4)
+        *(float4 *)to = make_float4(run[0], run[1], run[2], run[3]);
     else
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++)
-            if (c < there) to[c] = four[c];
+        for (int c = 0; c < 4; c++)
+            if (c < there) to[c] = run[c];
 }
 
 static int tiles_of(int n) { return n / TILE + (n % TILE != 0); }
@@ -193,16 +281,15 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS)
     score_kernel(float *scores, operand<real, true> x, operand<real, true> w, int H, int expert_tiles, bool aligned) {
     int N = x.count, E = w.count;
     int token = (int)(blockIdx.x / expert_tiles) * TILE, expert = (int)(blockIdx.x % expert_tiles) * TILE;
-    float sums[ROWS][COLUMNS];
+    float sums[RUNS][4];
     multiply(sums, x, token, w, expert, 0, H);
-    int e = expert + first_column();
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        int t = token + row_of_sum(r);
+    for (int run = 0; run < RUNS; run++) {
+        int t = token + run_row(run), e = expert + run_column(run);
         if (t >= N) continue;
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) sums[r][c] = sigmoid(sums[r][c]);
-        store_four(scores + (size_t)t * E + e, sums[r], E - e, aligned);
+        for (int c = 0; c < 4; c++) sums[run][c] = sigmoid(sums[run][c]);
+        store_run(scores + (size_t)t * E + e, sums[run], E - e, aligned);
     }
 }
 
@@ -210,10 +297,9 @@ extern "C" void router_score(accum *scores, const real *x, const real *w, int N,
     OPERATION();
     if (N == 0 || E == 0) return;
     unsigned tiles = (unsigned)tiles_of(N) * (unsigned)tiles_of(E);
-    score_kernel<<<tiles, THREADS, 0, cuda_stream()>>>(scores, operand<real, true>(x, H, N),
-                                                       operand<real, true>(w, H, E), H, tiles_of(E),
-                                                       (uintptr_t)scores % 16 == 0 && E % 4 == 0);
-    cuda_check_launch();
+    cuda_launch_shared<score_kernel>(tiles, THREADS, ring_bytes<operand<real, true>, operand<real, true>>(), scores,
+                                     operand<real, true>(x, H, N), operand<real, true>(w, H, E), H, tiles_of(E),
+                                     (uintptr_t)scores % 16 == 0 && E % 4 == 0);
 }
 
 // ---- gradient of the logits ----
@@ -285,55 +371,57 @@ static __global__ void token_backward_kernel(float *dz, const float *d_gates, co
 
 // ---- gradients of inputs and weights ----
 
-static __device__ __forceinline__ uint2 add_four(uint2 words, const float *four) {
+static __device__ __forceinline__ uint2 add_run(uint2 words, const float (&run)[4]) {
     union {
         uint2 words;
         __nv_bfloat162 pairs[2];
     } x;
     x.words = words;
     float2 low = __bfloat1622float2(x.pairs[0]), high = __bfloat1622float2(x.pairs[1]);
-    x.pairs[0] = __floats2bfloat162_rn(low.x + four[0], low.y + four[1]);
-    x.pairs[1] = __floats2bfloat162_rn(high.x + four[2], high.y + four[3]);
+    x.pairs[0] = __floats2bfloat162_rn(low.x + run[0], low.y + run[1]);
+    x.pairs[1] = __floats2bfloat162_rn(high.x + run[2], high.y + run[3]);
     return x.words;
 }
 
-// dx += dz w, one tile of tokens by columns. What dx holds is loaded all at once, before the first store.
+// dx += dz w, one tile of tokens by columns. What dx holds is loaded for many runs at once, before the first store.
 static __global__ void __launch_bounds__(THREADS, BLOCKS)
     input_gradient_kernel(real *dx, operand<float, true> dz, operand<real, false> w, int E, int column_tiles,
                           bool aligned) {
     int N = dz.count, H = w.count;
     int token = (int)(blockIdx.x / column_tiles) * TILE, column = (int)(blockIdx.x % column_tiles) * TILE;
-    int h = column + first_column();
-    bool whole = aligned && H - h >= COLUMNS;
-    float sums[ROWS][COLUMNS];
+    float sums[RUNS][4];
     multiply(sums, dz, token, w, column, 0, E);
-    uint2 before[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        int t = token + row_of_sum(r);
-        if (whole && t < N) before[r] = *(const uint2 *)(dx + (size_t)t * H + h);
-    }
+    for (int first = 0; first < RUNS; first += RUNS_WIDE) {
+        uint2 before[RUNS_WIDE];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        int t = token + row_of_sum(r);
-        if (t >= N) continue;
-        real *to = dx + (size_t)t * H + h;
-        if (whole)
-            *(uint2 *)to = add_four(before[r], sums[r]);
-        else
+        for (int n = 0; n < RUNS_WIDE; n++) {
+            int t = token + run_row(first + n), h = column + run_column(first + n);
+            if (aligned && t < N && h < H) before[n] = *(const uint2 *)(dx + (size_t)t * H + h);
+        }
 #pragma unroll
-            for (int c = 0; c < COLUMNS; c++)
-                if (h + c < H) to[c] = __float2bfloat16_rn(__bfloat162float(to[c]) + sums[r][c]);
+        for (int n = 0; n < RUNS_WIDE; n++) {
+            int t = token + run_row(first + n), h = column + run_column(first + n);
+            if (t >= N || h >= H) continue;
+            real *to = dx + (size_t)t * H + h;
+            if (aligned)
+                *(uint2 *)to = add_run(before[n], sums[first + n]);
+            else
+#pragma unroll
+                for (int c = 0; c < 4; c++)
+                    if (h + c < H) to[c] = __float2bfloat16_rn(__bfloat162float(to[c]) + sums[first + n][c]);
+        }
     }
 }
 
 // The sum over tokens is long and the matrix is small, so tokens are split into chunks, each with a sum of its own in
-// scratch memory. As many as give every multiprocessor of any GPU something to do, and no shorter than is worth it.
-enum { WANTED_BLOCKS = 1024, LEAST_TOKENS = 256 };
+// scratch memory. As many as a GPU of 128 multiprocessors or more has places for at once, and no shorter than is worth
+// it.
+enum { MOST_BLOCKS = 128 * BLOCKS, LEAST_TOKENS = 256 };
 
 static int most_chunks(int N, int E, int H) {
     size_t tiles = (size_t)tiles_of(E) * (size_t)tiles_of(H);
-    size_t wanted = tiles ? (WANTED_BLOCKS + tiles - 1) / tiles : 1;
+    size_t wanted = tiles > 0 && tiles < MOST_BLOCKS ? MOST_BLOCKS / tiles : 1;
     size_t worth = ((size_t)N + LEAST_TOKENS - 1) / LEAST_TOKENS;
     return (int)(wanted < worth ? wanted : worth);
 }
@@ -350,14 +438,13 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS)
     int E = dz.count, H = x.count;
     int expert = (int)(blockIdx.x / column_tiles) * TILE, column = (int)(blockIdx.x % column_tiles) * TILE;
     int begin = (int)blockIdx.y * tokens, end = N - begin < tokens ? N : begin + tokens;
-    float sums[ROWS][COLUMNS];
+    float sums[RUNS][4];
     multiply(sums, dz, expert, x, column, begin, end);
-    int h = column + first_column();
     partials += (size_t)blockIdx.y * E * H;
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        int e = expert + row_of_sum(r);
-        if (e < E) store_four(partials + (size_t)e * H + h, sums[r], H - h, aligned);
+    for (int run = 0; run < RUNS; run++) {
+        int e = expert + run_row(run), h = column + run_column(run);
+        if (e < E) store_run(partials + (size_t)e * H + h, sums[run], H - h, aligned);
     }
 }
 
@@ -382,19 +469,18 @@ static void weight_gradient(accum *dw, float *partials, const accum *dz, const r
     int tokens = chunk_tokens(N, E, H), chunks = N / tokens + (N % tokens != 0);
     size_t n = (size_t)E * (size_t)H;
     dim3 grid((unsigned)tiles_of(E) * (unsigned)tiles_of(H), (unsigned)chunks);
-    weight_gradient_kernel<<<grid, THREADS, 0, cuda_stream()>>>(
-        partials, operand<float, false>(dz, E, E), operand<real, false>(x, H, H), N, tokens, tiles_of(H), H % 4 == 0);
-    cuda_check_launch();
+    cuda_launch_shared<weight_gradient_kernel>(grid, THREADS, ring_bytes<operand<float, false>, operand<real, false>>(),
+                                               partials, operand<float, false>(dz, E, E), operand<real, false>(x, H, H),
+                                               N, tokens, tiles_of(H), H % 4 == 0);
     add_chunks_kernel<<<cuda_blocks(n, COUNT_THREADS), COUNT_THREADS, 0, cuda_stream()>>>(dw, partials, chunks, n);
     cuda_check_launch();
 }
 
 static void input_gradient(real *dx, const accum *dz, const real *w, int N, int E, int H) {
     unsigned tiles = (unsigned)tiles_of(N) * (unsigned)tiles_of(H);
-    input_gradient_kernel<<<tiles, THREADS, 0, cuda_stream()>>>(dx, operand<float, true>(dz, E, N),
-                                                                operand<real, false>(w, H, H), E, tiles_of(H),
-                                                                (uintptr_t)dx % 8 == 0 && H % 4 == 0);
-    cuda_check_launch();
+    cuda_launch_shared<input_gradient_kernel>(tiles, THREADS, ring_bytes<operand<float, true>, operand<real, false>>(),
+                                              dx, operand<float, true>(dz, E, N), operand<real, false>(w, H, H), E,
+                                              tiles_of(H), (uintptr_t)dx % 8 == 0 && H % 4 == 0);
 }
 
 extern "C" void router_backward(real *dx, accum *dw, accum *dz, const accum *d_gates, const accum *scores,
