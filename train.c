@@ -109,6 +109,17 @@ static void train_loop(struct trainer *t, struct run_log *log, struct run_trace 
     }
 }
 
+// With tracks for the workers of the MoE layers.
+static void open_trace(struct run_trace *trace, const struct trainer *t) {
+    const struct options *o = &t->options;
+    bool mok = o->moe.kind == MOE_MOK && model_moe_blocks(&o->model) > 0;
+    int workers = moe_mok_workers(&o->moe), movers = o->moe.comm_workers;
+    trace_open_run(trace, t->parallel->world, o->trace, mok ? mok_trace_tracks(workers, movers) : 0, o->trace_step,
+                   t->step, o->steps);
+    trace->trace.layer = o->trace_layer ? o->trace_layer : -1;
+    if (o->trace[0] && mok) mok_trace_open(&trace->trace, workers, movers);
+}
+
 static void train(const struct options *o, const struct input *in, const struct origin *origin,
                   const struct parallel *parallel) {
     struct trainer t;
@@ -123,13 +134,13 @@ static void train(const struct options *o, const struct input *in, const struct 
         printf("found step %lld done, and --steps %lld: nothing to do\n", (long long)t.step, (long long)o->steps);
     } else {
         // First, since it looks whether the trace can be written: run_folder_begin may remove a run.
-        int workers = o->moe.kind == MOE_MOK ? mok_traced_workers(moe_mok_workers(&o->moe)) : 0;
-        trace_open_run(&trace, parallel->world, o->trace, workers, o->trace_step, t.step, o->steps);
+        open_trace(&trace, &t);
         if (leader_is_here(parallel->world)) run_folder_begin(o);
         log_open(&log, &t, o->out);
         t.model.trace = &trace.trace;
         stop_catch_signals();
         train_loop(&t, &log, &trace, &in->choices);
+        mok_trace_close();
         trace_close_run(&trace);
         log_close(&log);
     }

@@ -109,7 +109,7 @@ struct mok_crew {
     int workers;         // threads that mok_crew_open starts; of a GPU thread blocks, at most its multiprocessors
     int comm_workers;    // of them, those that only move rows; 0: all move and multiply. Less than workers
     double timeout;      // seconds that a worker waits for others before the job is given up; of a GPU about 10
-    struct trace *trace; // NULL, or with tracks 1 .. mok_traced_workers for them
+    struct trace *trace; // NULL, or with mok_trace_tracks tracks for them
     int first_expert;    // global number of this rank's first expert, for the trace
     void (*before_task)(void *argument, int worker, struct mok_task task); // for tests: delays and stalls; NULL
     void *argument;
@@ -121,8 +121,6 @@ struct mok_crew {
 int mok_default_workers(void);
 // The most that there can be.
 int mok_most_workers(void);
-// Of so many workers those with a track in a trace; a GPU's record nothing.
-int mok_traced_workers(int workers);
 
 // Rows of a mover's ticket (mok_shape.move_rows), of so many columns: long enough to be worth the ticket, short enough to
 // spread.
@@ -143,6 +141,22 @@ void mok_crew_close(struct mok_crew *c);
 void mok_run(const struct mok_shape *s, const struct mok_plan *p, const struct mok_group *g,
              const struct mok_layer *layer, const struct mok_workspace *w, const struct mok_crew *crew,
              enum mok_pass pass);
+
+// ---- a trace of what workers do ----
+
+// On CPUs a worker's track has what it does in every pass of the trace's layer, or of all. On a GPU the tracks of its blocks
+// (kernels/mok_events.h) have the first forward and the first backward pass of one layer: blocks record them in device
+// memory, from which they are taken when the step is over.
+
+// The tracks that so many workers write, of which comm_workers only move.
+int mok_trace_tracks(int workers, int comm_workers);
+// Names the tracks of t where they have names of their own, and takes the memory for what is recorded, some dozens of MiB of
+// a GPU. One trace at a time; of one rank.
+void mok_trace_open(struct trace *t, int workers, int comm_workers);
+// Waits for the device and adds to t what was recorded there since it was opened or taken; before device_clear_marks.
+void mok_trace_take(struct trace *t);
+// Frees that memory.
+void mok_trace_close(void);
 
 #ifdef __cplusplus
 }

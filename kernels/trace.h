@@ -1,11 +1,15 @@
 // What a worker did when, for --trace. Recording costs two readings of the clock and a store, and nothing when it is off.
 //
 // One recorder per rank. Every track (a worker thread, or the rank's own line of control) is written by one thread at a
-// time; a track that is full drops what follows and counts it. Track 0 is the rank's own, "step", worker w has track 1 + w,
-// and the last one is "device". The phases of "step" and the operations of "device" are spans between marks
-// (kernels.h) until the device has come to them: a call may return long before its work is done. Workers add "pull",
-// "push" (moving), "wait", and what they compute: "gate/up", "down", "d hidden", "d x", "d w2", "d w13"; for the shared
-// expert "shared gate/up" and so on.
+// time; a track that is full drops what follows and counts it. Track 0 is the rank's own, "step", then come those of the
+// workers (kernels/mok.h), and the last one is "device". The phases of "step" and the operations of "device" are spans
+// between marks (kernels.h) until the device has come to them: a call may return long before its work is done. Workers add
+// "pull", "push" (moving), "wait", and what they compute: "gate/up", "down", "d hidden", "d x", "d w2", "d w13"; for the
+// shared expert "shared gate/up" and so on.
+//
+// On a track one thing happens at a time. A CPU's worker has one, "worker 3". A GPU's block does several things at once, and
+// has tracks for what it multiplies or waits for, for what it pulls, and for what it pushes (kernels/mok_events.h); what
+// they do is recorded on the GPU, of one layer, and added when the step is over (kernels/cuda/mok_record.h).
 #ifndef MOK_KERNELS_TRACE_H
 #define MOK_KERNELS_TRACE_H
 
@@ -43,6 +47,7 @@ struct trace_span {
 struct trace {
     bool on;   // record
     int block; // of the events that follow, for code that does not know the model
+    int layer; // the block whose workers record; -1: of any block, on a GPU of the first that has some
     struct trace_track *tracks;
     int track_count;
     struct trace_span *spans;
@@ -51,11 +56,16 @@ struct trace {
 
 enum {
     TRACE_TRACK_STEP = 0,   // the rank's own line of control
-    TRACE_TRACK_WORKER = 1, // of worker 0; the others follow
+    TRACE_TRACK_WORKER = 1, // the first of the workers'; the others follow
 };
 
 // Where an event begins; 0, without a look at the clock, while nothing is recorded. t may be NULL.
 static inline double trace_now(const struct trace *t) { return t && t->on ? clock_seconds() : 0; }
+
+// Whether the workers of the present block record.
+static inline bool trace_has_workers(const struct trace *t) {
+    return t && t->on && (t->layer < 0 || t->layer == t->block);
+}
 
 static inline void trace_add(struct trace *t, int track, struct trace_event event) {
     struct trace_track *to = &t->tracks[track];

@@ -102,6 +102,7 @@ static const struct flag flags[] = {
     {RANKS, "route", "learned|balanced|W1|W2|W3|W4|W5|W6|W7", MEMBER(moe.route), 0, 0, FIXED, "learned: the router chooses; others force a load for benchmarks (W1 to W7 are uneven), and the model learns nothing sensible"},
     {RANKS, "trace", "FILE", MEMBER(trace), 0, 0, START, "write what every worker did when, for Perfetto or chrome://tracing, and print where the time of a step goes"},
     {RANKS, "trace-step", "N", MEMBER(trace_step), 0, MANY, START, "the step that --trace records; 0: the third that is taken, or the last"},
+    {RANKS, "trace-layer", "N", MEMBER(trace_layer), 0, MANY, START, "the MoE layer, counted from 0, whose workers --trace records with --moe mok, on a GPU in one micro-batch; 0: on CPUs all MoE layers, on a GPU the first one"},
     {RANKS, "timeout", "X", MEMBER(timeout), SMALL, MANY, START, "seconds that a rank waits for others before the job ends with an error"},
     {RANKS, "ranks", "N", MEMBER(ranks), 0, MANY, START, "with --plan: plan for N ranks, without running them; 0: as many as there are"},
     {RANKS, "memory", "X", MEMBER(memory), 0, 1e9, START, "with --plan: compare a rank with so many GiB, those of one GPU; 0: with what is here"},
@@ -409,6 +410,13 @@ static void check_rows(const char *flag, int rows) {
         fail_user(flag, "found %d, wanted a multiple of %d; the nearest is %d", rows, BLOCK, below ? below : BLOCK);
 }
 
+static void check_trace_layer(const struct options *o) {
+    int first = o->model.dense_layers, last = config_blocks(&o->model) - 1;
+    if (!o->trace_layer || (o->trace_layer >= first && o->trace_layer <= last)) return;
+    if (first > last) fail_user("--trace-layer", "found %d, but no layer of this model has experts", o->trace_layer);
+    fail_user("--trace-layer", "found %d, wanted a layer with experts: %d to %d", o->trace_layer, first, last);
+}
+
 static void check_layout(const struct options *o) {
     const struct moe_settings *moe = &o->moe;
     check_rows("--minibatch-rows", moe->minibatch_rows);
@@ -457,6 +465,8 @@ static void check_modes(const struct options *o, bool prompt_given, bool tempera
         fail_user("--memory", "found without --plan, wanted both: a run takes what it needs, which --plan says");
     if (o->trace_step && !o->trace[0])
         fail_user("--trace-step", "found without --trace, wanted --trace FILE: where to write what is recorded");
+    if (o->trace_layer && !o->trace[0])
+        fail_user("--trace-layer", "found without --trace, wanted --trace FILE: where to write what is recorded");
     if (o->override && !o->resume)
         fail_user("--override", "found without --resume, wanted both: it lets a run go on with other settings");
     if (o->generate && o->evaluate) fail_user("--generate", "found beside --evaluate, wanted one of them");
@@ -627,6 +637,7 @@ void options_settle(struct options *o, int ranks, int argc, char **argv) {
     if (!value_given(values, "min-lr") && o->min_lr > o->lr) o->min_lr = o->lr;
     settle_batch(o, ranks);
     check_rate(o);
+    check_trace_layer(o);
     check_layout(o);
 }
 
@@ -694,6 +705,7 @@ void options_resume(struct options *o, const struct cJSON *saved, const char *fo
     set_given(&now, values);
     settle_batch(&now, ranks);
     check_rate(&now);
+    check_trace_layer(&now);
     check_layout(&now);
     printf("going on with the settings saved in %s\n", folder);
     const char *changed = options_compare(stdout, &before, &now, now.override);

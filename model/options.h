@@ -37,6 +37,7 @@ struct options {
     struct moe_settings moe;
     char trace[OPTION_TEXT]; // file; empty: none
     int64_t trace_step;      // 0: the third
+    int trace_layer;         // 0: all, or the first with experts
     double timeout;          // seconds that a rank waits for others
     int ranks;               // with plan: of the job that is planned; 0: those that there are
     double memory;           // with plan: GiB that a rank is compared with; 0: what there is here

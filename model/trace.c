@@ -11,6 +11,7 @@
 
 #include "data/files.h"
 #include "kernels/fail.h"
+#include "kernels/mok.h"
 #include "kernels/operation.h"
 #include "model/breakdown.h"
 
@@ -21,7 +22,7 @@ enum { CACHE_LINE = 64 };
 _Static_assert(sizeof(struct trace_track) % CACHE_LINE == 0, "tracks fill cache lines");
 
 void trace_open(struct trace *t, int workers, size_t events_per_track) {
-    *t = (struct trace){.block = -1, .track_count = TRACE_TRACK_WORKER + workers + 1};
+    *t = (struct trace){.block = -1, .layer = -1, .track_count = TRACE_TRACK_WORKER + workers + 1};
     size_t bytes = (size_t)t->track_count * sizeof *t->tracks;
     t->tracks = aligned_alloc(CACHE_LINE, bytes);
     if (!t->tracks) fail_internal("trace", "found no memory for %d tracks", t->track_count);
@@ -61,6 +62,7 @@ void trace_take_spans(struct trace *t) {
         trace_add(t, s->operation ? trace_device_track(t) : TRACE_TRACK_STEP, event);
     }
     t->span_count = 0;
+    mok_trace_take(t);
 }
 
 // ---- the clocks of the ranks ----

@@ -5,7 +5,8 @@
 // warm, or the last of a run with fewer. In train.c:
 //
 //     struct run_trace trace;
-//     trace_open_run(&trace, world, o->trace, workers, o->trace_step, t.step, o->steps); // then hand &trace.trace to who records
+//     trace_open_run(&trace, world, o->trace, workers, o->trace_step, t.step, o->steps);
+//     mok_trace_open(&trace.trace, ...); // if the MoE layers' workers record; then hand &trace.trace to who does
 //     ... trace_begin_step(&trace, t->step + 1); trainer_step(t); trace_end_step(&trace); ...
 //     trace_close_run(&trace);
 //
@@ -17,6 +18,9 @@
 //
 // The track "step" has these phases, the track "device" every operation (kernels/operation.h); both are times of the
 // device, not of the calls. When the step is over, a table says where its time went (model/breakdown.h).
+//
+// What the workers of the MoE layers do is on tracks of their own (kernels/trace.h, kernels/mok.h): on CPUs in all layers or
+// in the one of --trace-layer, on a GPU in one layer of the first micro-batch.
 //
 // plot_trace.py finds the passes of a layer by the phases "moe forward" and "moe backward".
 //
@@ -45,7 +49,7 @@ void trace_close(struct trace *t);
 // The last track.
 static inline int trace_device_track(const struct trace *t) { return t->track_count - 1; }
 
-// Waits for the device and makes events of all spans.
+// Waits for the device and makes events of all spans, and of what workers have recorded there.
 void trace_take_spans(struct trace *t);
 
 // Collective. Writes what the ranks recorded to one file, by rank 0, and returns the number of events in it. The file
@@ -82,7 +86,7 @@ struct run_trace {
     bool written;
 };
 
-// path must outlive the run; it is checked here (exit 2), and so is step. workers: that record; step: to be recorded, 0: as
+// path must outlive the run; it is checked here (exit 2), and so is step. workers: tracks that they have; step: to be recorded, 0: as
 // said above; done: steps that were taken before; steps: the last one
 void trace_open_run(struct run_trace *r, struct comm *world, const char *path, int workers, int64_t step, int64_t done,
                     int64_t steps);

@@ -7,7 +7,7 @@
 
 static __global__ void __launch_bounds__(UNFUSED_WARPS * 32, 1)
     pull_kernel(const __grid_constant__ struct mok_parameters p) {
-    pull_all<MOK_FORWARD>(p);
+    pull_all<MOK_FORWARD>(p, 0);
 }
 
 void unfused_pull(const struct mok_parameters *q, int32_t *counters, int warps) {

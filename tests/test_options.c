@@ -93,6 +93,12 @@ static void refused_command_lines_name_flag_found_and_wanted(void **state) {
         {"--resume --overwrite", {"--resume", "--overwrite"}},
         {"--generate 10", {"--generate", "--from"}},
         {"--trace-step 3", {"--trace-step: found without --trace"}},
+        {"--trace-layer 1", {"--trace-layer: found without --trace"}},
+        {"--preset unit --trace t --trace-layer 9", {"--trace-layer: found 9", "layer with experts: 1 to 3"}},
+        {"--preset unit --trace t --dense-layers 2 --trace-layer 1", {"--trace-layer: found 1", "2 to 3"}},
+        {"--preset unit --trace t --mtp-depth 0 --layers 2 --dense-layers 2 --trace-layer 1",
+         {"--trace-layer: found 1", "no layer of this model has experts"}},
+        {"--trace t --trace-layer -1", {"--trace-layer: found '-1'", "from 0"}},
         {"--override", {"--override: found without --resume"}},
         {"--resume --plan", {"--plan: found beside --resume"}},
         {"--generate 10 --from x --data y", {"--data: found beside --generate", "--tokenizer", "--moe"}},
@@ -213,12 +219,13 @@ static void layout_flags_arrive(void **state) {
     (void)state;
     struct options o;
     parse(&o, "--ep 3 --moe alltoall --alltoall-chunks 4 --workers 5 --comm-workers 2 --minibatch-rows 256 "
-              "--ring-rows 1024 --route W7 --trace t.json --trace-step 9 --timeout 0.5");
+              "--ring-rows 1024 --route W7 --trace t.json --trace-step 9 --trace-layer 2 --timeout 0.5");
     assert_true(o.ep == 3 && o.moe.kind == MOE_ALLTOALL && o.moe.alltoall_chunks == 4 && o.moe.workers == 5 &&
                 o.moe.comm_workers == 2 && o.moe.minibatch_rows == 256 && o.moe.ring_rows == 1024 &&
                 o.moe.route == ROUTE_W7 && o.timeout == 0.5);
     assert_string_equal(o.trace, "t.json");
     assert_int_equal(o.trace_step, 9);
+    assert_int_equal(o.trace_layer, 2);
     parse(&o, "--plan --ranks 72 --memory 139.8");
     assert_true(o.ranks == 72 && o.memory == 139.8);
     parse(&o, "--recompute moe");
@@ -388,7 +395,7 @@ static void run_is_told_without_its_layout(void **state) {
     parse(&a, "--preset unit --lr 0.01 --tokens-per-step 512 --out a");
     parse(&b, "--preset unit --lr 0.01 --tokens-per-step 512 --out b --overwrite --from c --ep 4 --moe alltoall "
               "--workers 3 --comm-workers 1 --minibatch-rows 128 --ring-rows 256 --alltoall-chunks 2 "
-              "--trace t --trace-step 7 --timeout 9");
+              "--trace t --trace-step 7 --trace-layer 2 --timeout 9");
     cJSON *of_a = options_run_to_json(&a), *of_b = options_run_to_json(&b);
     assert_true(cJSON_Compare(of_a, of_b, true));
     b.lr = 0.02;
@@ -486,7 +493,8 @@ static void every_flag_says_whether_a_resumed_run_may_change_it(void **state) {
     (void)state;
     static const char free_flags[] =
         " preset data eval-data tokenizer from out resume override overwrite evaluate device batch "
-        "ep moe workers comm-workers minibatch-rows ring-rows alltoall-chunks expert-gemm trace trace-step timeout "
+        "ep moe workers comm-workers minibatch-rows ring-rows alltoall-chunks expert-gemm trace trace-step "
+        "trace-layer timeout "
         "ranks memory "
         "recompute "
         "plan help steps save-every keep eval-every eval-sequences eval-choices "

@@ -9,6 +9,7 @@
 #include "kernels/cpu/mok_tasks.h"
 #include "kernels/cpu/pool.h"
 #include "kernels/fail.h"
+#include "kernels/mok_events.h"
 #include "kernels/operation.h"
 
 // A word that many workers write, alone in its cache line.
@@ -20,6 +21,7 @@ struct word {
 struct run {
     struct mok_job job;
     const struct mok_crew *crew;
+    struct trace *trace; // NULL: nothing is recorded
     int32_t *counters;
     int tasks, moves;      // tickets that there are
     struct word next_task; // the next ticket of each queue
@@ -54,43 +56,16 @@ static void count_up(const struct run *r, enum mok_counter_kind kind, int index)
 
 // ---- the trace ----
 
-static const char *task_name(struct mok_task task) {
-    static const char *const names[] = {
-        [MOK_TASK_SHARED_GATE_UP] = "shared gate/up",
-        [MOK_TASK_SHARED_DOWN] = "shared down",
-        [MOK_TASK_SHARED_D_HIDDEN] = "shared d hidden",
-        [MOK_TASK_SHARED_D_X] = "shared d x",
-        [MOK_TASK_SHARED_D_W2] = "shared d w2",
-        [MOK_TASK_SHARED_D_W13] = "shared d w13",
-        [MOK_TASK_GATE_UP] = "gate/up",
-        [MOK_TASK_DOWN] = "down",
-        [MOK_TASK_D_HIDDEN] = "d hidden",
-        [MOK_TASK_D_X] = "d x",
-        [MOK_TASK_D_W2] = "d w2",
-        [MOK_TASK_D_W13] = "d w13",
-    };
-    return task.kind < 0 ? "none" : names[task.kind];
-}
-
-static bool is_traced(const struct run *r) { return r->crew->trace && r->crew->trace->on; }
-
-static bool is_weights(struct mok_task task) { return task.kind == MOK_TASK_D_W2 || task.kind == MOK_TASK_D_W13; }
-
-// One event from `begin` to now. task kind -1: a move of block rows.
+// One event from `begin` to now.
 static void record(const struct worker *w, const char *name, double begin, struct mok_task task, int first_row,
                    size_t bytes) {
     const struct run *r = w->run;
-    if (!is_traced(r)) return;
-    bool routed = task.expert >= 0 && !is_weights(task);
-    trace_add(r->crew->trace, TRACE_TRACK_WORKER + w->number,
-              (struct trace_event){.begin = begin,
-                                   .end = clock_seconds(),
-                                   .name = name,
-                                   .block = r->crew->trace->block,
-                                   .expert = task.expert < 0 ? -1 : r->crew->first_expert + task.expert,
-                                   .phase = routed ? task.block / mok_phase_blocks(r->job.s) : -1,
-                                   .first_row = routed ? task.block * MOK_BLOCK_ROWS + first_row : -1,
-                                   .bytes = (int)bytes});
+    if (!r->trace) return;
+    struct mok_events events = {r->job.s, r->trace->block, r->crew->first_expert};
+    struct trace_event event = mok_event_of(&events, name, task, first_row, (int)bytes);
+    event.begin = begin;
+    event.end = clock_seconds();
+    trace_add(r->trace, TRACE_TRACK_WORKER + w->number, event);
 }
 
 static void record_move(const struct worker *w, const char *name, double begin, struct mok_move move, size_t bytes) {
@@ -138,8 +113,8 @@ static void give_up(const struct worker *w, struct mok_task task, struct mok_wai
     if (task.kind < 0)
         snprintf(place, sizeof place, "the push of row block %d", task.block);
     else
-        snprintf(place, sizeof place, "task %s (%s %d, tile %d, local expert %d)", task_name(task),
-                 is_weights(task) ? "macrobatch" : "block", task.block, task.tile, task.expert);
+        snprintf(place, sizeof place, "task %s (%s %d, tile %d, local expert %d)", mok_task_name(task),
+                 mok_is_d_weights(task) ? "macrobatch" : "block", task.block, task.tile, task.expert);
     describe_pull(r, wait, pull, sizeof pull);
     fail_internal(
         "megakernel",
@@ -167,7 +142,7 @@ static bool try_pull(struct worker *w) {
     struct mok_wait waits[MOK_MOST_WAITS];
     int count = mok_pull_waits(r->job.s, r->job.p, r->job.pass, move.block, waits);
     if (!are_reached(r, waits, count) || !take(&r->next_pull, index)) return false;
-    double begin = trace_now(r->crew->trace);
+    double begin = trace_now(r->trace);
     size_t bytes = mok_do_pull(&r->job, move);
     count_up(r, MOK_READY, move.block);
     record_move(w, "pull", begin, move, bytes);
@@ -180,7 +155,7 @@ static bool try_push(struct worker *w) {
     if (index >= r->moves) return false;
     struct mok_move move = mok_move_at(r->job.s, r->job.p, r->job.pass, index);
     if (!is_reached(r, mok_push_wait(r->job.s, move.block)) || !take(&r->next_push, index)) return false;
-    double begin = trace_now(r->crew->trace);
+    double begin = trace_now(r->trace);
     size_t bytes = mok_do_push(&r->job, move);
     count_up(r, MOK_PUSHED, move.block);
     record_move(w, "push", begin, move, bytes);
@@ -217,11 +192,11 @@ static void wait_for(struct worker *w, struct mok_task task, struct mok_wait wai
     struct run *r = w->run;
     if (is_reached(r, wait)) return;
     struct backoff pause = {0};
-    double begin = trace_now(r->crew->trace);
+    double begin = trace_now(r->trace);
     while (!is_reached(r, wait)) {
         if (w->mixed && (try_pull(w) || try_push(w))) {
             pause = (struct backoff){0};
-            begin = trace_now(r->crew->trace);
+            begin = trace_now(r->trace);
             continue;
         }
         double seconds = backoff_pause(&pause);
@@ -241,11 +216,11 @@ static void multiply_all(struct worker *w) {
         int count = mok_task_waits(j->s, j->p, j->pass, task, waits);
         for (int i = 0; i < count; i++) wait_for(w, task, waits[i]);
         if (r->crew->before_task) r->crew->before_task(r->crew->argument, w->number, task);
-        double begin = trace_now(r->crew->trace);
+        double begin = trace_now(r->trace);
         mok_do_task(j, task);
         count = mok_task_signals(task, signals);
         for (int i = 0; i < count; i++) count_up(r, signals[i].kind, signals[i].index);
-        record(w, task_name(task), begin, task, 0, 0);
+        record(w, mok_task_name(task), begin, task, 0, 0);
         // Between two tasks as many rows as a block has, so that pulls stay ahead of the tasks that wait for them.
         for (int i = 0; w->mixed && i < mok_groups(j->s); i++) {
             bool pulled = try_pull(w), pushed = try_push(w);
@@ -269,7 +244,17 @@ int mok_default_workers(void) { return omp_get_max_threads(); }
 // More than any machine has cores: a minibatch for so many still has an int's rows.
 int mok_most_workers(void) { return 1 << 16; }
 
-int mok_traced_workers(int workers) { return workers; }
+int mok_trace_tracks(int workers, int comm_workers) {
+    (void)comm_workers;
+    return workers;
+}
+
+// Workers record as they go, into tracks that have their names.
+void mok_trace_open(struct trace *t, int workers, int comm_workers) { (void)t, (void)workers, (void)comm_workers; }
+
+void mok_trace_take(struct trace *t) { (void)t; }
+
+void mok_trace_close(void) {}
 
 int mok_default_move_rows(int hidden) {
     (void)hidden;
@@ -299,6 +284,7 @@ void mok_run(const struct mok_shape *s, const struct mok_plan *p, const struct m
     OPERATION();
     struct run run = {.job = {s, p, g, layer, w, pass},
                       .crew = crew,
+                      .trace = trace_has_workers(crew->trace) ? crew->trace : NULL,
                       .counters = w->counters,
                       .tasks = mok_task_total(s, p, pass),
                       .moves = mok_move_total(s, p)};

@@ -222,7 +222,7 @@ struct backward_multiplier {
     __device__ __forceinline__ void run() {
         struct tile_reader<Work> reader;
         Work w;
-        while (reader.next(tile.shared, p.lost, &w)) {
+        while (next_task(p, tile, reader, &w)) {
             if (is_d_weights(w.task)) {
                 d_weights(w);
             } else if (is_d_hidden(w.task) || is_gate_up(w.task)) {
@@ -349,9 +349,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, 1)
     if constexpr (WGMMA) {
         extern __shared__ __align__(1024) char shared_memory[];
         Shared *shared = (Shared *)shared_memory;
-        if (!MIXED && pulls_first(p, shared)) pull_all<MOK_BACKWARD>(p);
+        if (!MIXED) pull_first<MOK_BACKWARD>(p, shared);
         auto own = [&] {
-            if (MIXED) pull_all<MOK_BACKWARD>(p);
+            if (MIXED) pull_all<MOK_BACKWARD>(p, (int)blockIdx.x);
         };
         tile_block_run<MIXED ? 72 : 56, MIXED ? 216 : 224>(
             shared, [&] { load_tasks(p, shared); }, own, [&](int half) { backward_storer(p, shared, half).run(); },

@@ -62,7 +62,7 @@ struct forward_multiplier {
     __device__ __forceinline__ void run() {
         struct tile_reader<Work> reader;
         Work w;
-        while (reader.next(tile.shared, p.lost, &w)) {
+        while (next_task(p, tile, reader, &w)) {
             if (is_gate_up(w.task)) {
                 gate_up(w);
             } else {
@@ -101,9 +101,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, 1)
     if constexpr (WGMMA) {
         extern __shared__ __align__(1024) char shared_memory[];
         Shared *shared = (Shared *)shared_memory;
-        if (!MIXED && pulls_first(p, shared)) pull_all<MOK_FORWARD>(p);
+        if (!MIXED) pull_first<MOK_FORWARD>(p, shared);
         auto own = [&] {
-            if (MIXED) pull_all<MOK_FORWARD>(p);
+            if (MIXED) pull_all<MOK_FORWARD>(p, (int)blockIdx.x);
         };
         tile_block_run<72, 216>(
             shared, [&] { load_tasks(p, shared); }, own, [&](int half) { store_tasks(p, shared, half); },

@@ -6,6 +6,7 @@
 
 #include "kernels/cuda/lost_wait.h"
 #include "kernels/cuda/mok_header.h"
+#include "kernels/mok_events.h"
 
 // The routed experts' matrices, whose rows are those of the ring, or the shared expert's, whose rows are tokens.
 struct mok_maps {
@@ -29,6 +30,7 @@ struct mok_parameters {
     struct lost_wait *lost;
     int comm_workers;
     uint64_t delays;
+    struct mok_log log; // records NULL: nothing is recorded
 };
 
 #ifdef __cplusplus
@@ -43,6 +45,9 @@ struct mok_parameters mok_parameters_of(const struct mok_shape *s, const struct 
 // A pass by so many blocks.
 void mok_forward_launch(const struct mok_parameters *p, int blocks);
 void mok_backward_launch(const struct mok_parameters *p, int blocks);
+// The same with its blocks recording what they do, in log.
+void mok_forward_launch_recorded(const struct mok_parameters *p, int blocks);
+void mok_backward_launch_recorded(const struct mok_parameters *p, int blocks);
 
 #ifdef __cplusplus
 }

@@ -6,6 +6,7 @@
 #ifndef MOK_KERNELS_CUDA_MOK_PULL_CUH
 #define MOK_KERNELS_CUDA_MOK_PULL_CUH
 
+#include "kernels/cuda/mok_record.cuh"
 #include "kernels/cuda/mok_wait.cuh"
 
 // Loads that a lane has under way: with a warp on each multiprocessor, half a megabyte on the link.
@@ -78,11 +79,12 @@ template <enum mok_pass PASS> struct puller {
     int next;          // first row of the next ticket; -1: none is left
     int source, token; // of this lane's row; source -1: zeros
     int twin;
-    int unraised; // row block of the ticket before; -1: its counter has been raised
+    int unraised;     // row block of the ticket before; -1: its counter has been raised
+    const int number; // among those that pull (mok_lane)
 
-    __device__ __forceinline__ puller(const struct mok_parameters &p)
+    __device__ __forceinline__ puller(const struct mok_parameters &p, int number)
         : p(p), plan(mok_plan_of(p)), lane((int)threadIdx.x % 32), ahead(0), next(-1), source(-1), token(0), twin(-1),
-          unraised(-1) {}
+          unraised(-1), number(number) {}
 
     __device__ __forceinline__ void take() {
         if (lane == 0) ahead = atomicAdd(p.tickets[MOK_NEXT_PULL], 1);
@@ -152,6 +154,16 @@ template <enum mok_pass PASS> struct puller {
                   p.shape.hidden / 8, [&] { raise(); }, between);
     }
 
+    // The ticket's rows, of which this lane has one, are about to come.
+    __device__ __forceinline__ void record_begin(int first) const {
+        int block = first / MOK_BLOCK_ROWS, matrices = 1 + mok_pull_replays(&p.shape, PASS, block);
+        bool far = source >= 0 && source != plan.rank && source != p.shape.ranks;
+        int rows = __popc(__ballot_sync(ALL_LANES, far));
+        struct mok_task task = {-1, block, first % MOK_BLOCK_ROWS, plan.block_expert[block]};
+        int bytes = rows * matrices * p.shape.hidden * (int)sizeof(real);
+        if (lane == 0) mok_record_begin(p, mok_own_lane(MOK_PULLER, number), task, bytes);
+    }
+
     // Until no rows are left. It waits only for rows before these in their places, whose tiles come earlier.
     __device__ __forceinline__ void run() {
         take();
@@ -162,6 +174,7 @@ template <enum mok_pass PASS> struct puller {
             wait_for_room(block);
             look_for_twin();
             mok_delay(p, (unsigned)first);
+            if (MOK_RECORDED) record_begin(first);
             find_block();
             auto find_next = [&] { find_rows(); };
             if (PASS == MOK_FORWARD) {
@@ -171,13 +184,16 @@ template <enum mok_pass PASS> struct puller {
                 copy(p.dy_rows, p.dy_at, first, find_next);
             }
             unraised = block;
+            if (MOK_RECORDED && lane == 0) mok_record_end(p, mok_own_lane(MOK_PULLER, number));
         }
         raise();
     }
 };
 
-template <enum mok_pass PASS> static __device__ __forceinline__ void pull_all(const struct mok_parameters &p) {
-    puller<PASS>(p).run();
+// number: of this warp among those that pull (mok_lane).
+template <enum mok_pass PASS>
+static __device__ __forceinline__ void pull_all(const struct mok_parameters &p, int number) {
+    puller<PASS>(p, number).run();
 }
 
 #endif

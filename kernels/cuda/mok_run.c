@@ -3,6 +3,7 @@
 
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/mok_parameters.h"
+#include "kernels/cuda/mok_record.h"
 #include "kernels/cuda/tensor_map.h"
 
 enum { HOPPER = 90, COLUMN_UNIT = 8, LEAST_MOVE_ROWS = 8, MOST_MOVE_ROWS = 32, MOVE_ELEMENTS = 1 << 14 };
@@ -33,11 +34,6 @@ int mok_default_move_rows(int hidden) {
     int rows = LEAST_MOVE_ROWS;
     while (rows < MOST_MOVE_ROWS && rows * hidden < MOVE_ELEMENTS) rows *= 2;
     return rows;
-}
-
-int mok_traced_workers(int workers) {
-    (void)workers;
-    return 0;
 }
 
 // All workers must be there at once if some only move: those may wait for one that multiplies.
@@ -165,9 +161,10 @@ void mok_run(const struct mok_shape *s, const struct mok_plan *p, const struct m
     if (s->move_rows > MOST_MOVE_ROWS)
         fail_internal("megakernel", "found tickets of %d rows, wanted at most %d", s->move_rows, MOST_MOVE_ROWS);
     struct mok_parameters q = mok_parameters_of(s, p, g, layer, w, crew, pass);
+    q.log = mok_record_pass(s, crew, pass);
     cuda_check(cudaMemsetAsync(w->counters, 0, sizeof *w->counters * mok_counter_total(s), cuda_stream()));
     if (pass == MOK_FORWARD)
-        mok_forward_launch(&q, crew->workers);
+        (q.log.records ? mok_forward_launch_recorded : mok_forward_launch)(&q, crew->workers);
     else
-        mok_backward_launch(&q, crew->workers);
+        (q.log.records ? mok_backward_launch_recorded : mok_backward_launch)(&q, crew->workers);
 }

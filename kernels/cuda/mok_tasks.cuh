@@ -84,7 +84,11 @@ static __device__ __forceinline__ void wait_for_factors(const struct mok_paramet
     struct mok_wait waits[MOK_MOST_WAITS];
     int count = mok_task_waits(&p.shape, &plan, pass, task, waits);
     mok_delay(p, (unsigned)(task.kind * 31 + task.block * 7 + task.tile));
+    bool recorded = false;
+    for (int i = 0; MOK_RECORDED && i < count; i++) recorded = recorded || !mok_is_reached(p, waits[i]);
+    if (recorded) mok_record_begin(p, mok_own_lane(MOK_LOADER, (int)blockIdx.x), task, 0);
     for (int i = 0; i < count; i++) mok_wait_for(p, waits[i]);
+    if (recorded) mok_record_end(p, mok_own_lane(MOK_LOADER, (int)blockIdx.x));
     copies_fence();
 }
 
@@ -105,6 +109,32 @@ static __device__ __forceinline__ struct tile_factors out_factors(const CUtensor
     f.b_column = w.task.tile * MOK_OUT_COLUMNS;
     f.b_matrix = max(w.task.expert, 0);
     return f;
+}
+
+// ---- by a multiplier ----
+
+static_assert((int)MOK_MULTIPLIER_HALVES == (int)TILE_HALVES && (int)MOK_MOVER_WARPS == (int)TILE_THREADS / 32,
+              "those who record are a block's");
+
+// Tasks are recorded for both halves by one of their warps, from where the first factors are there to where all results
+// are staged.
+static __device__ __forceinline__ void record_task_begin(const struct mok_parameters &p,
+                                                         const struct tile_multiplier<struct mok_work> &tile,
+                                                         const struct mok_work &w) {
+    if (w.steps > 0) tile.wait_stage();
+    if (tile.lane == 0) mok_record_begin(p, mok_own_lane(MOK_MULTIPLIER, (int)blockIdx.x), w.task, 0);
+    __syncwarp(); // products are the whole warp's
+}
+
+// The next task, at which the one before has ended; false: none is left.
+static __device__ __forceinline__ bool next_task(const struct mok_parameters &p,
+                                                 const struct tile_multiplier<struct mok_work> &tile,
+                                                 struct tile_reader<struct mok_work> &reader, struct mok_work *w) {
+    const bool recorded = MOK_RECORDED && tile.half == 0 && tile.warp == 0;
+    if (recorded && tile.lane == 0) mok_record_end(p, mok_own_lane(MOK_MULTIPLIER, (int)blockIdx.x));
+    bool there = reader.next(tile.shared, p.lost, w);
+    if (recorded && there) record_task_begin(p, tile, *w);
+    return there;
 }
 
 // ---- by a storer ----
@@ -156,30 +186,46 @@ struct mok_storer {
         return p.plan.rows + (size_t)task.block * MOK_BLOCK_ROWS + tile.half * HALF_ROWS;
     }
 
+    __device__ __forceinline__ int record_lane() const {
+        return mok_own_lane(MOK_STORER, tile.half * (int)gridDim.x + (int)blockIdx.x);
+    }
+    // When its first results are staged.
+    __device__ __forceinline__ void record_begin(const struct mok_task &task, int columns) {
+        const struct mok_row *rows = rows_of(task);
+        int far = 0;
+        for (int r = tile.lane; r < HALF_ROWS; r += 32)
+            far += __popc(__ballot_sync(ALL_LANES, rows[r].source >= 0 && rows[r].source != p.plan.rank));
+        tile.wait_staged();
+        if (tile.lane == 0) mok_record_begin(p, record_lane(), task, far * columns * (int)sizeof(real));
+    }
+
     // Rows to the slots of their tokens.
     __device__ __forceinline__ void push(const struct mok_task &task) {
         const struct mok_row *rows = rows_of(task);
         int H = p.shape.hidden, column = task.tile * MOK_OUT_COLUMNS;
+        if (MOK_RECORDED) record_begin(task, mok_min(MOK_OUT_COLUMNS, H - column));
         tile.store_rows(RESULT_CHUNKS, H - column, [&](int r) -> real * {
             struct mok_row row = rows[r];
             if (row.source < 0) return NULL;
             return (real *)(p.peers.base[row.source] + p.slots_at) + (size_t)row.slot * (size_t)H + column;
         });
+        if (MOK_RECORDED && tile.lane == 0) mok_record_end(p, record_lane());
     }
 };
 
 // ---- the kernel ----
 
-// Whether this block is one of those that pull before they multiply: by the order in which blocks begin, so that those
-// that do are there.
-static __device__ __forceinline__ bool pulls_first(const struct mok_parameters &p,
-                                                   struct tile_shared<struct mok_work> *shared) {
+// Pulls by all warps of a block that is one of those that pull before they multiply: by the order in which blocks begin, so
+// that those that do are there.
+template <enum mok_pass PASS>
+static __device__ __forceinline__ void pull_first(const struct mok_parameters &p,
+                                                  struct tile_shared<struct mok_work> *shared) {
     int *arrival = &shared->tasks[0].row; // nobody uses it yet
     if (threadIdx.x == 0) *arrival = atomicAdd(p.tickets[MOK_ARRIVED], 1);
     __syncthreads();
-    bool first = *arrival < p.comm_workers;
+    int mover = *arrival;
     __syncthreads();
-    return first;
+    if (mover < p.comm_workers) pull_all<PASS>(p, mover * MOK_MOVER_WARPS + (int)threadIdx.x / 32);
 }
 
 template <auto KERNEL> static void launch_pass(const struct mok_parameters *p, int blocks) {

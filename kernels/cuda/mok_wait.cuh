@@ -19,9 +19,18 @@ static __device__ __forceinline__ struct mok_plan mok_plan_of(const struct mok_p
 static_assert((int)WAIT_MOK_SHARED_ALL - (int)WAIT_MOK_READY == (int)MOK_SHARED_ALL - (int)MOK_READY,
               "waits are named in the order of the counters");
 
+// What the counter must have reached.
+static __device__ __forceinline__ int mok_wanted(struct mok_wait wait) {
+    return wait.kind == MOK_READY ? wait.value : TILE_HALVES * wait.value;
+}
+
+static __device__ __forceinline__ bool mok_is_reached(const struct mok_parameters &p, struct mok_wait wait) {
+    return counter_read(p.counters[wait.kind] + wait.index) >= mok_wanted(wait);
+}
+
 static __device__ __forceinline__ void mok_wait_for(const struct mok_parameters &p, struct mok_wait wait) {
-    counter_wait(p.counters[wait.kind] + wait.index, wait.kind == MOK_READY ? wait.value : TILE_HALVES * wait.value,
-                 p.lost, p.tickets[MOK_GIVEN_UP], (enum wait_for)(WAIT_MOK_READY + wait.kind), wait.index);
+    counter_wait(p.counters[wait.kind] + wait.index, mok_wanted(wait), p.lost, p.tickets[MOK_GIVEN_UP],
+                 (enum wait_for)(WAIT_MOK_READY + wait.kind), wait.index);
 }
 
 // For tests: a pause of up to 16 microseconds before some of what is numbered.

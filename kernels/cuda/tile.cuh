@@ -216,7 +216,7 @@ template <class Task> struct tile_multiplier {
     __device__ __forceinline__ int row() const { return half * HALF_ROWS + warp * 16 + lane / 4; }
 
     // The next stage, when it is full.
-    __device__ __forceinline__ void wait_stage() {
+    __device__ __forceinline__ void wait_stage() const {
         barrier_wait(shared_address(&shared->stage_barriers.full[stage.stage]), stage.phase, lost, WAIT_TILE_FULL);
     }
     // This warp has read it.
