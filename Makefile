@@ -156,6 +156,7 @@ $(CUDA)/%.o: %.c Makefile $(CUDA)/flags
 	@$(CC) $(CUDA_CFLAGS) -MMD -MP -c $< -o $@
 # Their registers are counted: a spill, and products that ptxas does not let run beside other work (its notes C75xx, which
 # are no warnings), would only show in their speed.
+# (mok_*_recorded.cu, which run in one step with --trace, may spill.)
 $(addprefix $(CUDA)/kernels/cuda/,attention_wgmma_%.cu.o grouped.cu.o router.cu.o mok_forward.cu.o mok_backward.cu.o): \
     NVCCFLAGS += -Xptxas -warn-spills
 $(CUDA)/%.cu.o: %.cu Makefile $(CUDA)/flags

@@ -150,8 +150,8 @@ void mok_run(const struct mok_shape *s, const struct mok_plan *p, const struct m
 
 // The tracks that so many workers write, of which comm_workers only move.
 int mok_trace_tracks(int workers, int comm_workers);
-// Names the tracks of t where they have names of their own, and takes the memory for what is recorded, some dozens of MiB of
-// a GPU. One trace at a time; of one rank.
+// Names the tracks of t where they have names of their own, and takes the memory for what is recorded: of a GPU about a
+// hundred MiB, which no plan counts. One trace at a time, of one rank.
 void mok_trace_open(struct trace *t, int workers, int comm_workers);
 // Waits for the device and adds to t what was recorded there since it was opened or taken; before device_clear_marks.
 void mok_trace_take(struct trace *t);

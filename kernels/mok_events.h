@@ -29,7 +29,7 @@ struct trace_event mok_event_of(const struct mok_events *e, const char *name, st
 // ---- what a GPU's blocks record in a pass ----
 
 enum {
-    MOK_RECORDS = 1024,   // in a lane
+    MOK_RECORDS = 2048,   // in a lane
     MOK_MOVER_WARPS = 12, // of a block that pulls before it multiplies
     MOK_MULTIPLIER_HALVES = 2
 };

@@ -433,7 +433,8 @@ static void check_layout(const struct options *o) {
 }
 
 // Flags of the MoE layer that is not chosen.
-static void warn_of_idle_flags(const struct moe_settings *moe) {
+static void warn_of_idle_flags(const struct options *o) {
+    const struct moe_settings *moe = &o->moe;
     bool of_mok = moe->workers || moe->comm_workers || moe->minibatch_rows || moe->ring_rows;
     if (moe->kind == MOE_MOK && moe->alltoall_chunks > 1)
         fail_warn("--alltoall-chunks", "found %d with --moe mok, which exchanges nothing in pieces; it changes nothing",
@@ -441,6 +442,9 @@ static void warn_of_idle_flags(const struct moe_settings *moe) {
     if (moe->kind == MOE_ALLTOALL && of_mok)
         fail_warn("--moe", "found alltoall with --workers, --comm-workers, --minibatch-rows or --ring-rows, which are "
                            "for --moe mok; they change nothing");
+    if (moe->kind == MOE_ALLTOALL && o->trace_layer)
+        fail_warn("--trace-layer", "found %d with --moe alltoall, which has no workers to record; it changes nothing",
+                  o->trace_layer);
 }
 
 static void check_rate(const struct options *o) {
@@ -624,7 +628,7 @@ void options_parse(struct options *o, int argc, char **argv) {
     if ((o->generate || o->evaluate) && !value_given(values, "seq")) o->seq = 0;
     check_modes(o, value_given(values, "prompt"), value_given(values, "temperature"), value_given(values, "logits"));
     check_build(o);
-    warn_of_idle_flags(&o->moe);
+    warn_of_idle_flags(o);
     if (o->generate) check_no_settings(values, "generate", beside_generate);
     if (o->evaluate) check_no_settings(values, "evaluate", beside_evaluate);
     if (o->generate || o->evaluate) check_layout(o);

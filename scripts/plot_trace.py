@@ -9,6 +9,9 @@ The picture has a row for every worker of every rank, and below them a strip per
 and how many move rows at each moment. Dispatch is hidden where both colours lie above each other. Without --layer and
 --pass the phases of the step are rows too. A pass that occurs in every micro-batch is drawn as in the first.
 
+A GPU's blocks do several things at once: they have three bands of thin rows, for what blocks multiply, pull and push, and
+in the strip a line for those that move. Of a GPU one layer is recorded, see --trace-layer of ./train.
+
 The table needs Python alone, the picture matplotlib as well.
 """
 
@@ -26,13 +29,21 @@ MULTIPLYING = {
     "down": "#fdb13b",
     "d hidden": "#762a83",
     "d x": "#e78ac3",
-    "d w": "#8c5a2b",
-    "shared expert": "#2ca25f",
+    "d w2": "#8c5a2b",
+    "d w13": "#c8a06e",
+    "shared gate/up": "#00897b",
+    "shared down": "#b5bd00",
+    "shared d hidden": "#4db6ac",
+    "shared d x": "#d6db74",
+    "shared d w2": "#2e7d32",
+    "shared d w13": "#8bc34a",
 }
 WAITING = {"wait": "#dcdcdc"}
-OTHER = ["#b5bd00", "#00897b", "#5c6bc0", "#37474f"]
+OTHER = ["#5c6bc0", "#37474f"]
 PHASES = ["#8dd3c7", "#ffed6f", "#bebada", "#fb8072", "#80b1d3", "#fdb462", "#b3de69", "#fccde5", "#d9d9d9", "#bc80bd"]
 STRIP_COLORS = {"multiply": "#f08a5d", "move": "#2f7fc1"}
+# What tracks are of: a rank's phases, CPU threads, or what GPU blocks multiply, pull and push.
+ROLES = STEP, WORKERS, MULTIPLY, PULL, PUSH = "step", "workers", "multiply", "pull", "push"
 
 
 def fail(place, message):
@@ -44,7 +55,7 @@ def fail(place, message):
 
 
 class Track:
-    """One row: a worker of a rank, or the rank's own phases."""
+    """One row: a worker of a rank, something of a GPU's block, or the rank's own phases."""
 
     def __init__(self, rank, number):
         self.rank, self.number = rank, number
@@ -54,11 +65,19 @@ class Track:
     def is_worker(self):
         return self.name != "step"
 
+    @property
+    def role(self):
+        words = self.name.split()
+        if self.name == "step":
+            return STEP
+        if words[0] in ("block", "mover"):
+            return words[2] if len(words) > 2 else MULTIPLY
+        return WORKERS
 
-def kind_of(item):
-    """The shared expert has no number, routed ones do."""
-    is_shared = item["cat"] == "compute" and item["name"] in MULTIPLYING and "expert" not in item.get("args", {})
-    return "shared expert" if is_shared else item["name"]
+    @property
+    def owner(self):
+        """The block of "block 7 push", the mover of "mover 0 pull 11", or the worker."""
+        return " ".join(self.name.split()[:2])
 
 
 def read_tracks(path):
@@ -86,7 +105,7 @@ def add_item(tracks, item):
         track.name, track.dropped = item["args"]["name"], item["args"].get("dropped", 0)
     elif item["ph"] == "X" and item["cat"] != "operation":
         layer = item.get("args", {}).get("layer")
-        event = Event(item["ts"], item["ts"] + item["dur"], kind_of(item), item["cat"], layer)
+        event = Event(item["ts"], item["ts"] + item["dur"], item["name"], item["cat"], layer)
         tracks.setdefault(key, Track(*key)).events.append(event)
 
 
@@ -102,8 +121,19 @@ class View:
         self.end = max(self.begin + 1e-3, *(end for _, end in windows.values()))  # a nanosecond at least
         self.ranks = sorted(windows)
 
-    def workers(self, rank):
-        return [t for t in self.tracks if t.rank == rank and t.is_worker]
+    def workers(self, rank, role=None):
+        return [t for t in self.tracks if t.rank == rank and t.is_worker and role in (None, t.role)]
+
+    def blocks(self, rank):
+        """Those of a GPU that multiply; a CPU has none."""
+        return len(self.workers(rank, MULTIPLY))
+
+    def moving(self, rank):
+        """Of every worker the moments in which it moves rows, none twice."""
+        owners = defaultdict(list)
+        for track in self.workers(rank):
+            owners[track.owner] += [e for e in track.events if e.category == "move"]
+        return [interval for events in owners.values() for interval in unite(events)]
 
     def events(self, rank, category=None):
         return [e for t in self.workers(rank) for e in t.events if category in (None, e.category)]
@@ -130,7 +160,9 @@ def view_pass(path, tracks, layer, direction):
                 passes[event.layer][track.rank].append(event)
     if not passes:
         fail(path, f'found no phase "{phase}" on the tracks "step", wanted one; leave out --layer and --pass')
-    layer = min(passes) if layer is None else layer
+    if layer is None:
+        recorded = {e.layer for track in tracks if track.is_worker for e in track.events}
+        layer = min(recorded & set(passes) or passes)
     if layer not in passes:
         known = ", ".join(str(known) for known in sorted(passes))
         fail("--layer", f"found {layer}, wanted a layer with experts: {known}")
@@ -145,8 +177,8 @@ def view_pass(path, tracks, layer, direction):
             cut.events = [e for e in track.events if begin <= (e.begin + e.end) / 2 <= end and e.layer == layer]
             shown.append(cut)
     if not any(track.events for track in shown):
-        fail(path, f"found no events of workers in layer {layer}, {direction}, wanted some; train CPU ranks "
-                   "with --moe mok (a GPU's workers record nothing)")
+        fail(path, f"found no events of workers in layer {layer}, {direction}, wanted some; train with --moe mok "
+                   f"(on a GPU one layer is recorded: --trace-layer {layer})")
     count = max(len(events) for events in passes[layer].values())
     title = f"layer {layer}, {direction}" + (f", first of {count} micro-batches" if count > 1 else "")
     return View(title, shown, windows)
@@ -206,22 +238,25 @@ def print_kinds(rank, what, events, available):
         counts[e.kind] += 1
     for kind in sorted(times, key=kind_order):
         share = 100 * times[kind] / available if available else 0
-        print(f"{rank:>4}  {what:<7}  {kind:<16} {counts[kind]:>8} {times[kind]:>14,.1f} {share:>8.1f} %")
+        print(f"{rank:>4}  {what:<8} {kind:<16} {counts[kind]:>8} {times[kind]:>14,.1f} {share:>8.1f} %")
 
 
 def print_table(view):
     duration = view.end - view.begin
     print(f"{view.title}: {duration:,.1f} us")
-    print(f"{'rank':>4}  {'tracks':<7}  {'kind':<16} {'events':>8} {'us':>14} {'share':>10}")
+    print(f"{'rank':>4}  {'tracks':<8} {'kind':<16} {'events':>8} {'us':>14} {'share':>10}")
     for rank in view.ranks:
         for track in view.tracks:
             if track.rank == rank and not track.is_worker:
                 print_kinds(rank, "step", track.events, duration)
-        print_kinds(rank, "workers", view.events(rank), duration * len(view.workers(rank)))
+        for role in ROLES:
+            workers = view.workers(rank, role)
+            print_kinds(rank, role, [e for t in workers for e in t.events], duration * len(workers))
     for rank in view.ranks:
         share = overlap(view.events(rank, "move"), view.events(rank, "compute"))
         if share is not None:
-            print(f"rank {rank}: during {100 * share:.1f} % of its moving time a worker of the rank multiplied")
+            who = "block" if view.blocks(rank) else "worker"
+            print(f"rank {rank}: during {100 * share:.1f} % of its moving time a {who} of the rank multiplied")
 
 
 def kind_order(kind):
@@ -233,6 +268,7 @@ def kind_order(kind):
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 14.0, 1.55, 2.15, 0.55, 0.65
 RANK_GAP, STRIP_GAP = 0.18, 0.10
+BAND = {MULTIPLY: 2.6, PULL: 1.3, PUSH: 1.3}  # all rows of a GPU's blocks
 HATCH = "/////"
 
 
@@ -261,53 +297,80 @@ def choose_colors(view):
     )
 
 
+Row = namedtuple("Row", "top height track")
+Band = namedtuple("Band", "top bottom role")
+
+
 def place_rows(view):
-    """Top edge of every track, and the middle of every rank, in rows from the top; the total; the height of a row."""
-    pitch = min(0.26, max(0.08, 10.0 / len(view.tracks)))
-    rows, middles, y = [], {}, 0.0
+    """The rows of all tracks, the bands of a GPU's blocks, the middle of every rank; the total. In inches from the top."""
+    pitch = min(0.26, max(0.08, 10.0 / max(1, sum(track.role in (STEP, WORKERS) for track in view.tracks))))
+    bands_height = min(1.0, 3.0 / len(view.ranks))
+    rows, bands, middles, y = [], [], {}, 0.0
     for rank in view.ranks:
         first = y
-        for track in view.tracks:
-            if track.rank == rank:
-                rows.append((y, track))
-                y += 1
+        for role in ROLES:
+            tracks = [t for t in view.tracks if t.rank == rank and t.role == role]
+            height = BAND[role] * bands_height / len(tracks) if role in BAND and tracks else pitch
+            rows += [Row(y + i * height, height, track) for i, track in enumerate(tracks)]
+            if role in BAND and tracks:
+                bands.append(Band(y, y + BAND[role] * bands_height, role))
+                y += RANK_GAP / 2
+            y += height * len(tracks)
         middles[rank] = (first + y) / 2
-        y += RANK_GAP / pitch
-    return rows, middles, y - RANK_GAP / pitch, pitch
+        y += RANK_GAP
+    return rows, bands, middles, y - RANK_GAP
+
+
+def join_bars(events, apart):
+    """Begin, end, kind of bars: neighbours of a kind that are less than so far apart are one."""
+    bars = []
+    for e in sorted(events, key=lambda e: e.begin):
+        if bars and bars[-1][2] == e.kind and e.begin - bars[-1][1] < apart:
+            bars[-1][1] = max(bars[-1][1], e.end)
+        else:
+            bars.append([e.begin, e.end, e.kind])
+    return bars
 
 
 def draw_rows(axes, view, rows, colors):
-    for y, track in rows:
+    pixel = (view.end - view.begin) / (100 * (WIDTH - LEFT - RIGHT))
+    for y, height, track in rows:
+        thin = track.role in BAND
+        gap = 0 if thin else 0.06 * height
         spans = defaultdict(list)
-        for e in track.events:
-            spans[e.kind].append((e.begin - view.begin, e.end - e.begin))
+        for begin, end, kind in join_bars(track.events, pixel if thin else 0):
+            spans[kind].append((begin - view.begin, end - begin))
         for kind in sorted(spans, key=lambda kind: -kind_order(kind)[0]):  # what waits lies below
-            hatch = HATCH if kind in WAITING else None
-            axes.broken_barh(spans[kind], (y + 0.06, 0.88), facecolors=colors[kind], linewidth=0, hatch=hatch)
+            hatch = HATCH if kind in WAITING and not thin else None
+            axes.broken_barh(spans[kind], (y + gap, height - 2 * gap), facecolors=colors[kind], linewidth=0, hatch=hatch)
 
 
 def name_phases(axes, view, rows):
     """The name of a phase in its bar where there is room."""
     pixels = 100 * (WIDTH - LEFT - RIGHT) / (view.end - view.begin)
-    for y, track in rows:
+    for y, height, track in rows:
         for e in () if track.is_worker else track.events:
             if (e.end - e.begin) * pixels > 7.0 * len(e.kind) + 8:
                 x = (e.begin + e.end) / 2 - view.begin
-                axes.text(x, y + 0.52, e.kind, ha="center", va="center", fontsize=9)
+                axes.text(x, y + 0.52 * height, e.kind, ha="center", va="center", fontsize=9)
 
 
-def label_rows(axes, rows, middles, pitch):
+def label_rows(axes, rows, bands, middles, scale):
+    named = [row for row in rows if row.track.role in (STEP, WORKERS)]
+    pitch = scale * min((row.height for row in named), default=1)
     every = max(1, round(0.17 / pitch + 0.49))
-    shown = [(y, t) for y, t in rows if not t.is_worker or t.number % every == 1 % every]
-    axes.set_yticks([y + 0.5 for y, _ in shown], [t.name for _, t in shown], fontsize=min(11, max(9, 52 * pitch)))
+    shown = [row for row in named if not row.track.is_worker or row.track.number % every == 1 % every]
+    places = [(row.top + row.height / 2, row.track.name) for row in shown]
+    places += [((band.top + band.bottom) / 2, band.role) for band in bands]
+    axes.set_yticks(*zip(*places), fontsize=min(11, max(9, 52 * pitch)))
     axes.tick_params(axis="y", length=0)
     for rank, y in middles.items():
         axes.annotate(f"rank {rank}", (0, y), xycoords=("axes fraction", "data"), xytext=(-78, 0),
                       textcoords="offset points", ha="right", va="center", fontweight="bold", rotation=90)
 
 
-def mean_count(events, edges):
-    """Mean number of these events that are under way, between each two neighbouring edges (array)."""
+def mean_count(intervals, edges):
+    """Mean number of these intervals that are under way, between each two neighbouring edges (array)."""
     import numpy
 
     def area(moments):  # integral of a count that goes up by one at each of the moments, up to the edges
@@ -316,7 +379,7 @@ def mean_count(events, edges):
         passed = numpy.searchsorted(moments, edges)
         return passed * edges - sums[passed]
 
-    count = area(numpy.array([e.begin for e in events])) - area(numpy.array([e.end for e in events]))
+    count = area(numpy.array([i[0] for i in intervals])) - area(numpy.array([i[1] for i in intervals]))
     return numpy.diff(count) / numpy.diff(edges)
 
 
@@ -324,10 +387,14 @@ def draw_strip(axes, view, rank):
     import numpy
 
     edges = numpy.linspace(view.begin, view.end, 351)
-    multiply, move = (mean_count(view.events(rank, category), edges) for category in ("compute", "move"))
+    multiply = mean_count([(e.begin, e.end) for e in view.events(rank, "compute")], edges)
+    move = mean_count(view.moving(rank), edges)
     axes.stairs(multiply, edges - view.begin, fill=True, color=STRIP_COLORS["multiply"])
-    axes.stairs(multiply + move, edges - view.begin, baseline=multiply, fill=True, color=STRIP_COLORS["move"])
-    workers = len(view.workers(rank))
+    if view.blocks(rank):  # which do both at once
+        axes.stairs(move, edges - view.begin, baseline=None, color=STRIP_COLORS["move"], linewidth=1.5)
+    else:
+        axes.stairs(multiply + move, edges - view.begin, baseline=multiply, fill=True, color=STRIP_COLORS["move"])
+    workers = view.blocks(rank) or len(view.workers(rank))
     axes.set_ylim(0, workers)
     axes.set_yticks([workers], [str(workers)], va="top", fontsize=9)
     axes.set_ylabel(f"rank {rank}", rotation=0, ha="right", va="center", labelpad=12, fontweight="bold")
@@ -359,9 +426,9 @@ def place_legend(plt, figure, top, title, colors):
 
 def draw(plt, view, path):
     worker_colors, phase_colors = choose_colors(view)
-    rows, middles, total, pitch = place_rows(view)
+    rows, bands, middles, total = place_rows(view)
     strips = [rank for rank in view.ranks if view.workers(rank)]
-    rows_height = max(pitch * total, 0.25 * (len(worker_colors) + len(phase_colors)) + 0.9)  # the legends beside them
+    rows_height = max(total, 0.25 * (len(worker_colors) + len(phase_colors)) + 0.9)  # the legends beside them
     strip_height = min(0.62, max(0.25, 6.0 / len(view.ranks)))
     height = TOP + rows_height + 2 * STRIP_GAP + len(strips) * (strip_height + STRIP_GAP) + BOTTOM
     figure = plt.figure(figsize=(WIDTH, height), dpi=100)
@@ -378,9 +445,10 @@ def draw(plt, view, path):
     axes.set_title(f"{view.title}: {view.end - view.begin:,.0f} \u00b5s", loc="left", fontsize=14, fontweight="bold")
     draw_rows(axes, view, rows, {**worker_colors, **phase_colors})
     name_phases(axes, view, rows)
-    label_rows(axes, rows, middles, rows_height / total)
+    label_rows(axes, rows, bands, middles, rows_height / total)
+    who = "blocks" if bands else "workers"
     if worker_colors:
-        place_legend(plt, figure, TOP, "workers", worker_colors)
+        place_legend(plt, figure, TOP, who, worker_colors)
     if phase_colors:
         above = 0.25 * len(worker_colors) + 0.45 if worker_colors else 0
         place_legend(plt, figure, TOP + above, "step", phase_colors)
@@ -390,7 +458,7 @@ def draw(plt, view, path):
         bottom = add_axes(top, strip_height, sharex=axes)
         draw_strip(bottom, view, rank)
         if i == 0:
-            place_legend(plt, figure, top, "workers that", STRIP_COLORS)
+            place_legend(plt, figure, top, f"{who} that", STRIP_COLORS)
     label_time_axis(bottom)
     try:
         figure.savefig(path)

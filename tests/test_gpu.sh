@@ -279,6 +279,19 @@ megakernel_is_traced() {
         grep -q '^  mok_run  *12 ' "$scratch/traced.out"
 }
 
+# timeline NAME FLAGS...: of layer 2, in the second of two steps of a micro-batch each; recording changes nothing.
+# shellcheck disable=SC2086
+timeline() {
+    plain=$1
+    shift
+    set -- --preset tiny $any --moe mok --steps 2 --warmup 1 --save-every 0 "$@"
+    train "$gpu" "$plain" "$@" &&
+        train "$gpu" "$plain-traced" "$@" --trace "$scratch/$plain.json" --trace-layer 2 &&
+        same_losses "$plain" "$plain-traced" && python3 tests/timeline.py "$scratch/$plain.json" 2
+}
+workers_are_traced() { timeline timeline; }
+movers_are_traced() { timeline movers --workers 6 --comm-workers 2; }
+
 mok_check "the megakernel has the curve of the CPU and of the other layer" megakernel_has_the_curve_of_the_others
 mok_check "and of the tiny preset" megakernel_has_the_curve_of_the_tiny_preset
 mok_check "the curves of both layers stay together" curves_of_both_layers_stay_together
@@ -292,6 +305,13 @@ mok_check "its movers have the same bytes" movers_have_the_same_bytes
 mok_check "it resumes with the same bytes" megakernel_resumes_with_the_same_bytes
 mok_check "it and the CPU go on from each other's checkpoints" megakernel_and_cpu_go_on_from_each_other
 mok_check "its passes are traced" megakernel_is_traced
+if command -v python3 >/dev/null; then
+    mok_check "what its workers do in a layer is traced" workers_are_traced
+    mok_check "and what those that only move do" movers_are_traced
+else
+    skip "what its workers do in a layer is traced" "found no python3"
+    skip "and what those that only move do" "found no python3"
+fi
 if [ "$gpus" -ge 1 ]; then
     mok_check "it uses memory as planned" memory_is_as_planned mok
 else

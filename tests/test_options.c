@@ -254,6 +254,8 @@ static void flags_of_the_other_layer_warn(void **state) {
     assert_non_null(strstr(message, "mok: warning: --alltoall-chunks: "));
     assert_int_equal(run_child(parse_line, "--moe alltoall --ring-rows 256", message, sizeof message), 0);
     assert_non_null(strstr(message, "mok: warning: --moe: "));
+    assert_int_equal(run_child(parse_line, "--moe alltoall --trace t --trace-layer 1", message, sizeof message), 0);
+    assert_non_null(strstr(message, "mok: warning: --trace-layer: "));
     assert_int_equal(run_child(parse_line, "--moe alltoall --alltoall-chunks 2", message, sizeof message), 0);
     assert_string_equal(message, "");
 }

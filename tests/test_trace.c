@@ -641,7 +641,7 @@ static void write_pass(void) {
     trace_add(&t, TRACE_TRACK_WORKER, of_block(4, event("push", 80e-6, 100e-6)));
     trace_add(&t, TRACE_TRACK_WORKER, of_block(4, event("pull", 200e-6, 250e-6)));
     trace_add(&t, TRACE_TRACK_WORKER + 1, expert);
-    trace_add(&t, TRACE_TRACK_WORKER + 2, of_block(4, event("gate/up", 20e-6, 90e-6)));
+    trace_add(&t, TRACE_TRACK_WORKER + 2, of_block(4, event("shared gate/up", 20e-6, 90e-6)));
     trace_write(&t, NULL, at("trace.json"));
     trace_close(&t);
 }
@@ -654,7 +654,7 @@ static void the_script_finds_how_much_of_the_moving_is_hidden(void **state) {
     assert_int_equal(plot(line), 0);
     assert_contains(text, "layer 4, forward: 100.0 us");
     assert_contains(text, "workers  pull                    1           40.0     13.3 %"); // of three workers' 100 us
-    assert_contains(text, "workers  shared expert           1           70.0     23.3 %");
+    assert_contains(text, "workers  shared gate/up          1           70.0     23.3 %");
     assert_contains(text, "rank 0: during 66.7 % of its moving time a worker of the rank multiplied");
     snprintf(line, sizeof line, "%s --pass backward", at("trace.json"));
     assert_int_equal(plot(line), 0);
