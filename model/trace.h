@@ -86,8 +86,8 @@ struct run_trace {
     bool written;
 };
 
-// path must outlive the run; it is checked here (exit 2), and so is step. workers: tracks that they have; step: to be recorded, 0: as
-// said above; done: steps that were taken before; steps: the last one
+// path must outlive the run; it is checked here (exit 2), and so is step. workers: tracks that they have; step: to be
+// recorded, 0: as said above; done: steps that were taken before; steps: the last one
 void trace_open_run(struct run_trace *r, struct comm *world, const char *path, int workers, int64_t step, int64_t done,
                     int64_t steps);
 // Around every step, on every rank. step: the one that begins, 1 for the first. The end of the recorded one is collective:

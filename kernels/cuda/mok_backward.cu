@@ -359,6 +359,11 @@ static __global__ void __launch_bounds__(TILE_THREADS, 1)
     }
 }
 
+void mok_backward_prepare(void) {
+    prepare_pass<backward_kernel<true>>();
+    prepare_pass<backward_kernel<false>>();
+}
+
 void mok_backward_launch(const struct mok_parameters *p, int blocks) {
     if (p->comm_workers == 0)
         launch_pass<backward_kernel<true>>(p, blocks);

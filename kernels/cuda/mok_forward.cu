@@ -111,6 +111,11 @@ static __global__ void __launch_bounds__(TILE_THREADS, 1)
     }
 }
 
+void mok_forward_prepare(void) {
+    prepare_pass<forward_kernel<true>>();
+    prepare_pass<forward_kernel<false>>();
+}
+
 void mok_forward_launch(const struct mok_parameters *p, int blocks) {
     if (p->comm_workers == 0)
         launch_pass<forward_kernel<true>>(p, blocks);

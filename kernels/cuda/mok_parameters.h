@@ -42,6 +42,12 @@ struct mok_parameters mok_parameters_of(const struct mok_shape *s, const struct 
                                         const struct mok_layer *l, const struct mok_workspace *w,
                                         const struct mok_crew *crew, enum mok_pass pass);
 
+// Loads the kernels of a pass, before the first one.
+void mok_forward_prepare(void);
+void mok_backward_prepare(void);
+void mok_forward_prepare_recorded(void);
+void mok_backward_prepare_recorded(void);
+
 // A pass by so many blocks.
 void mok_forward_launch(const struct mok_parameters *p, int blocks);
 void mok_backward_launch(const struct mok_parameters *p, int blocks);

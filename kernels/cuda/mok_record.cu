@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "kernels/cuda/lost_wait.h"
+#include "kernels/cuda/mok_parameters.h"
 
 static struct {
     struct mok_blocks blocks;
@@ -15,6 +16,8 @@ static struct {
     struct mok_shape shape;
     struct mok_events events;
 } recorder;
+
+static __global__ void clock_kernel(uint64_t *clock) { *clock = wait_nanoseconds(); }
 
 int mok_trace_tracks(int workers, int comm_workers) { return mok_block_tracks({workers, comm_workers}); }
 
@@ -29,6 +32,10 @@ void mok_trace_open(struct trace *t, int workers, int comm_workers) {
         log.counts = (int32_t *)device_alloc(lanes * sizeof *log.counts);
     }
     recorder.clocks = (uint64_t *)device_alloc(sizeof *recorder.clocks * MOK_PASSES);
+    mok_forward_prepare_recorded();
+    mok_backward_prepare_recorded();
+    clock_kernel<<<1, 1, 0, cuda_stream()>>>(recorder.clocks); // loads it, as those two are
+    cuda_check_launch();
 }
 
 void mok_trace_close(void) {
@@ -41,8 +48,6 @@ void mok_trace_close(void) {
 }
 
 // ---- before a pass ----
-
-static __global__ void clock_kernel(uint64_t *clock) { *clock = wait_nanoseconds(); }
 
 // The forward pass that comes first says which layer it is, if the trace does not.
 static bool is_wanted(const struct trace *t, enum mok_pass pass) {

@@ -42,6 +42,8 @@ void mok_crew_open(struct mok_crew *c) {
         fail_internal("megakernel",
                       "found %d workers, %d of them only moving rows; wanted one more than those, and at most %d",
                       c->workers, c->comm_workers, mok_most_workers());
+    mok_forward_prepare();
+    mok_backward_prepare();
 }
 
 void mok_crew_close(struct mok_crew *c) { (void)c; }

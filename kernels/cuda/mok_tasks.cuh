@@ -228,12 +228,20 @@ static __device__ __forceinline__ void pull_first(const struct mok_parameters &p
     if (mover < p.comm_workers) pull_all<PASS>(p, mover * MOK_MOVER_WARPS + (int)threadIdx.x / 32);
 }
 
-template <auto KERNEL> static void launch_pass(const struct mok_parameters *p, int blocks) {
+// Asking for a kernel's attributes loads it: else CUDA would at its first launch, in the middle of a step.
+template <auto KERNEL> static void prepare_pass(void) {
     const size_t bytes = sizeof(struct tile_shared<struct mok_work>);
     static bool prepared;
-    if (!prepared) cuda_check(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    if (prepared) return;
+    struct cudaFuncAttributes attributes;
+    cuda_check(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    cuda_check(cudaFuncGetAttributes(&attributes, KERNEL));
     prepared = true;
-    KERNEL<<<(unsigned)blocks, TILE_THREADS, bytes, cuda_stream()>>>(*p);
+}
+
+template <auto KERNEL> static void launch_pass(const struct mok_parameters *p, int blocks) {
+    prepare_pass<KERNEL>();
+    KERNEL<<<(unsigned)blocks, TILE_THREADS, sizeof(struct tile_shared<struct mok_work>), cuda_stream()>>>(*p);
     cuda_check_launch();
 }
 
