@@ -1,12 +1,12 @@
 #include "model/params.h"
 
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "kernels/fail.h"
 #include "kernels/random.h"
+#include "model/normal.h"
 
 const char *const param_kind_names[PARAM_KINDS] = {
     [PARAM_EMBEDDING] = "embedding",
@@ -220,15 +220,10 @@ static uint64_t hash_name(const char *name) { // FNV-1a
     return hash;
 }
 
-// Number i of the stream that key names: normal with mean 0 and standard deviation 1 (Box-Muller).
-static double normal_at(uint64_t key, uint64_t i) {
-    double u = 1 - random_uniform(random_mix(key + 2 * i)), v = random_uniform(random_mix(key + 2 * i + 1));
-    return sqrt(-2.0 * log(u)) * cos(6.283185307179586 * v); // u in (0, 1]
-}
-
 void params_init(float *file, const struct param *p, double std, uint64_t seed) {
-    bool norm = p->cols == 0;
-    uint64_t key = random_mix(hash_name(p->name) + random_mix(seed));
-#pragma omp parallel for
-    for (size_t i = 0; i < param_size(p); i++) file[i] = norm ? 1.0f : (float)(std * normal_at(key, i));
+    size_t n = param_size(p);
+    if (p->cols == 0) // a norm
+        for (size_t i = 0; i < n; i++) file[i] = 1;
+    else
+        normal_fill(file, n, std, random_mix(hash_name(p->name) + random_mix(seed)));
 }
