@@ -288,6 +288,7 @@ def draw_losses(axes, difference, arms):
     difference.set_xlabel("step")
     if not any(arm["loss_off_first"] for arm in arms):
         difference.set_ylim(-1e-3, 1e-3)
+        difference.text(0.5, 0.72, "the same in all steps", transform=difference.transAxes, ha="center", fontsize=9)
     difference.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
 
 
@@ -301,7 +302,7 @@ def draw_times(axes, arms):
     axes.set_xlabel("milliseconds of a step")
     axes.set_ylabel("share of steps that took no longer")
     axes.set_title("Step time", fontsize=11)
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2)  # no curve is there
     # A straggler or two may not press all others together.
     times = [time for arm in arms for time in arm["ms"]]
     low, high = min(times), quantile(times, 0.98)
@@ -314,13 +315,17 @@ def draw_parts(axes, arms):
     below = [0.0] * len(arms)
     for part, color in zip(PARTS, PART_COLORS):
         times = [max(arm["ms_of_parts"][part], 0) for arm in arms]
+        if max(times) < 1e-3 * max(sum(arm["ms_of_parts"].values()) for arm in arms):
+            continue
         axes.bar(places, times, bottom=below, color=color, width=0.62, label=part, edgecolor="white", lw=0.6)
         for place, time in enumerate(times):
             if time > 0.035 * sum(arms[place]["ms_of_parts"].values()):
-                axes.text(place, below[place] + time / 2, f"{time:.1f}", ha="center", va="center", fontsize=8)
+                axes.text(place, below[place] + time / 2, f"{time:.1f}", ha="center", va="center", fontsize=8,
+                          color="white" if part == "communication in MoE" else "black")  # fmt: skip
         below = [base + time for base, time in zip(below, times)]
     for place, height in enumerate(below):
-        axes.text(place, height, f"{height:.1f}", ha="center", va="bottom", fontsize=9, fontweight="bold")
+        step = sum(arms[place]["ms_of_parts"].values())
+        axes.text(place, height, f"{step:.1f}", ha="center", va="bottom", fontsize=9, fontweight="bold")
     axes.set_xticks(list(places), [arm["arm"] for arm in arms])
     axes.set_xlim(-0.6, len(arms) - 0.4)
     axes.set_ylim(0, 1.07 * max(below))

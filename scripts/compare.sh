@@ -82,7 +82,7 @@ run_block() {
         fail "$name: the run in $block failed as said above; its output is $block/said"
     }
     stop_sampler
-    grep '^step ' "$block/said" | tail -n 1 | cut -d '|' -f 2,8-10
+    grep '^step ' "$block/said" | tail -n 1 | tr '|' '\n' | grep -E ' loss | ms $| tok/s | mfu ' | paste -s -d '|'
 }
 
 busy=$(nvidia-smi --query-gpu=index,memory.used --format=csv,noheader,nounits 2>/dev/null |
