@@ -12,8 +12,8 @@
     .route_scale = 2.5, .mtp_depth = 1, .max_positions = 1024, .rms_eps = 1e-6, .rope_theta = 10000, .yarn = YARN_OFF, \
     .init_std = 0.02, .balance_alpha = 1e-3, .bias_rate = 1e-3, .mtp_weight = 0.3
 
-// For measuring: the widths of a released model in as many layers as one H200, or two that share the experts, have room for
-// with a vocabulary of 129280.
+// For measuring: the widths of a released model in so many layers that one H200, or each of two that share the experts, is
+// nearly full with a vocabulary of 129280.
 #define MOONLIGHT_MINI                                                                                                 \
     .hidden = 2048, .dense_layers = 1, .intermediate = 11264, .expert_intermediate = 1408, .heads = 16, .q_rank = 0,   \
     .kv_rank = 512, .nope_dim = 128, .rope_dim = 64, .value_dim = 128, .experts = 64, .shared_experts = 2, .top_k = 6, \
@@ -31,7 +31,7 @@
     .save_every = 1000, .eval_every = 250, .sample_every = 0
 
 // With equal gates, route_scale = sqrt(top_k) makes the sum of the routed experts as large as one expert's output.
-// Runs of a few hundred steps balance their experts with a bias_rate of 1e-2; with 1e-3, moonlight-mini still sent most
+// Runs of a few hundred steps balance their experts with a bias_rate of 1e-2; with 1e-3, moonlight-mini-1 still sent most
 // tokens to the same experts after 60 steps.
 // One line per concern is easier to compare than what clang-format makes of it.
 // clang-format off

@@ -5,9 +5,9 @@ set -u
 
 . tests/tap.sh
 export PROGRAM="${MOK_TRAIN:-build/cpu/train}" OMP_NUM_THREADS=1 RANKS=2 STEPS=3 WARM=2
-echo "1..9"
+echo "1..10"
 command -v python3 >/dev/null || {
-    for i in 1 2 3 4 5 6 7 8 9; do echo "ok $i - comparing # SKIP found no python3"; done
+    for i in 1 2 3 4 5 6 7 8 9 10; do echo "ok $i - comparing # SKIP found no python3"; done
     exit 0
 }
 few="--preset unit --data stories --batch 2"
@@ -68,6 +68,19 @@ parts_add_up() {
         is 'all(0.2 < sum(a["ms_of_parts"].values()) / a["ms_median"] < 5 for a in r["arms"])' True
 }
 
+# arms_of RANKS: the flags of the first three blocks, one behind the other.
+# shellcheck disable=SC2086
+arms_of() {
+    OUT=$scratch/arms-$1 RANKS=$1 STEPS=1 WARM=1 sh scripts/compare.sh $few >"$scratch/out" || return 1
+    for i in 1 2 3; do sed 's/.*--batch 2 //' "$scratch/arms-$1/block-$i/flags"; done | tr '\n' ','
+}
+
+# Without ARMS. One rank exchanges nothing that could be cut into pieces.
+arms_fit_the_ranks() {
+    three="--moe mok,--moe alltoall,--moe alltoall --expert-gemm own"
+    [ "$(arms_of 1)" = "$three," ] && [ "$(arms_of 2)" = "$three --alltoall-chunks 4," ]
+}
+
 # refused PATTERN COMMAND...: exit code 2 and a line that says why.
 refused() {
     pattern=$1
@@ -113,6 +126,7 @@ check "numbers are those of the logs" numbers_are_those_of_the_logs
 check "both layers have the same losses" both_layers_have_the_same_losses
 check "other losses are said" other_losses_are_said
 check "parts of a step add up" parts_add_up
+check "arms fit the number of ranks" arms_fit_the_ranks
 check "bad input is refused" bad_input_is_refused
 check "a run that fails is named" run_that_fails_is_named
 check "damaged measurements are refused" damaged_measurements_are_refused
