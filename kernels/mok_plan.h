@@ -40,7 +40,8 @@ enum {
     MOK_D_WEIGHT_ROWS = 128,    // a weight-gradient tile has this many rows of I (or 2I)
     MOK_D_WEIGHT_COLUMNS = 256, // and this many columns of H
     MOK_PARTIAL_COLUMNS = 128,  // columns of I in one partial sum of a gate's gradient
-    MOK_GROUP_BLOCKS = 16,      // blocks of 128 rows whose tiles of one column come one after the other in backward
+    MOK_GROUP_BLOCKS = 16,      // at most so many blocks of 128 rows take turns in backward (mok_grouped)
+    MOK_MANY_TERMS = 1024,      // from so many on a sum takes longer to read than to write
 };
 
 MOK_INLINE int mok_ceil(int n, int unit) { return (n + unit - 1) / unit; }
@@ -111,8 +112,8 @@ MOK_INLINE int mok_expert_d_weight_tiles(const struct mok_shape *s) {
     return mok_d_w2_tiles(s, s->intermediate) + mok_d_w13_tiles(s, s->intermediate);
 }
 
-// Where task `at` of some blocks of rows by `tiles` columns of tiles is, in the order of backward's d x and weight gradients:
-// column by column of the next MOK_GROUP_BLOCKS blocks, so that a wave of a GPU's tiles reads about as many rows as columns.
+// Where task `at` of some blocks of rows by `tiles` columns of tiles is, if they come column by column of the next
+// MOK_GROUP_BLOCKS blocks: a wave of a GPU's tiles then reads about as many rows as columns.
 struct mok_spot {
     int block, tile;
 };
@@ -122,13 +123,15 @@ MOK_INLINE struct mok_spot mok_grouped(int blocks, int tiles, int at) {
     return spot;
 }
 
-// First row and column of tile `tile` of a weight gradient of so many rows.
+// First row and column of tile `tile` of a weight gradient of so many rows, whose numbers are sums of so many terms. With few
+// terms its tiles mostly write. Then they come row by row, for memory is written faster where it lies together.
 struct mok_corner {
     int row, column;
 };
-MOK_INLINE struct mok_corner mok_d_weight_corner(const struct mok_shape *s, int rows, int tile) {
-    struct mok_spot spot =
-        mok_grouped(mok_ceil(rows, MOK_D_WEIGHT_ROWS), mok_ceil(s->hidden, MOK_D_WEIGHT_COLUMNS), tile);
+MOK_INLINE struct mok_corner mok_d_weight_corner(const struct mok_shape *s, int rows, int terms, int tile) {
+    int tiles = mok_ceil(s->hidden, MOK_D_WEIGHT_COLUMNS);
+    struct mok_spot spot = {tile / tiles, tile % tiles};
+    if (terms >= MOK_MANY_TERMS) spot = mok_grouped(mok_ceil(rows, MOK_D_WEIGHT_ROWS), tiles, tile);
     struct mok_corner corner = {spot.block * MOK_D_WEIGHT_ROWS, spot.tile * MOK_D_WEIGHT_COLUMNS};
     return corner;
 }
@@ -196,6 +199,12 @@ MOK_INLINE struct mok_stretch mok_expert_stretch(const struct mok_shape *s, cons
     struct mok_stretch stretch = {first, end > first ? end : first};
     return stretch;
 }
+// Their rows without padding.
+MOK_INLINE int mok_stretch_rows(const struct mok_plan *p, int e, struct mok_stretch blocks) {
+    if (blocks.first == blocks.end) return 0;
+    int before = (blocks.first - p->expert_block[e]) * MOK_BLOCK_ROWS;
+    return mok_min((blocks.end - blocks.first) * MOK_BLOCK_ROWS, p->expert_rows[e] - before);
+}
 // Macrobatches up to and with m in which an expert has rows.
 MOK_INLINE int mok_expert_turns(const struct mok_shape *s, const struct mok_plan *p, int e, int m) {
     if (p->expert_block[e] == p->expert_block[e + 1]) return 0;
@@ -215,20 +224,26 @@ MOK_INLINE struct mok_stretch mok_macrobatch_experts(const struct mok_shape *s, 
     return experts;
 }
 
+// The blocks of the minibatch and of the expert that block `at` belongs to: a piece of the expert's segment.
+MOK_INLINE struct mok_stretch mok_piece(const struct mok_shape *s, const struct mok_plan *p, int at) {
+    // Minibatches are counted from the start of a macrobatch, whose length is a multiple of theirs.
+    int e = p->block_expert[at], phase = mok_phase_blocks(s), first = at / phase * phase, end = first + phase;
+    if (first < p->expert_block[e]) first = p->expert_block[e];
+    struct mok_stretch piece = {first, mok_min(end, p->expert_block[e + 1])};
+    return piece;
+}
+
 // The walk. Segments are pulled and multiplied from the rows of the next rank on, so that not all ranks load the links of
 // rank 0 first; where a minibatch cuts a segment, each piece turns on its own. Only the walk turns: rows stay where they
 // are. Returns the block that comes at place `at` of the walk.
 MOK_INLINE int mok_walk_at(const struct mok_shape *s, const struct mok_plan *p, int at) {
-    int e = p->block_expert[at], phase = mok_phase_blocks(s);
-    // Minibatches are counted from the start of a macrobatch, whose length is a multiple of theirs.
-    int first = at / phase * phase, end = first + phase;
-    if (first < p->expert_block[e]) first = p->expert_block[e];
-    if (end > p->expert_block[e + 1]) end = p->expert_block[e + 1];
+    int e = p->block_expert[at];
+    struct mok_stretch piece = mok_piece(s, p, at);
     int next = p->source_rows[(size_t)e * (size_t)s->ranks + (size_t)((p->rank + 1) % s->ranks)];
     int start = p->expert_block[e] + next / MOK_BLOCK_ROWS;
-    if (start < first || start >= end) start = first;
-    int moved = at - first + start - first;
-    return first + (moved >= end - first ? moved - (end - first) : moved);
+    if (start < piece.first || start >= piece.end) start = piece.first;
+    int moved = at - piece.first + start - piece.first, blocks = piece.end - piece.first;
+    return piece.first + (moved >= blocks ? moved - blocks : moved);
 }
 
 // ---- counters ----
@@ -441,10 +456,16 @@ MOK_INLINE struct mok_task mok_macrobatch_task(const struct mok_shape *s, const 
         tiles = mok_d_hidden_tiles(s);
         place.at -= replayed;
     }
-    struct mok_spot spot = {place.at / tiles, place.at % tiles};
-    if (task.kind == MOK_TASK_D_X) spot = mok_grouped(place.phase_blocks, tiles, place.at);
-    task.block = p->walk[first + place.phase_first + spot.block];
-    task.tile = spot.tile;
+    int phase_first = first + place.phase_first, at = phase_first + place.at / tiles; // of the walk
+    task.tile = place.at % tiles;
+    if (task.kind == MOK_TASK_D_X) {
+        struct mok_stretch piece = mok_piece(s, p, at); // they share the expert's weights
+        struct mok_spot spot =
+            mok_grouped(piece.end - piece.first, tiles, place.at - (piece.first - phase_first) * tiles);
+        at = piece.first + spot.block;
+        task.tile = spot.tile;
+    }
+    task.block = p->walk[at];
     task.expert = p->block_expert[task.block];
     return task;
 }

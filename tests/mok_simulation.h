@@ -166,11 +166,12 @@ static inline void sim_task_accesses(struct sim *m, struct mok_task t) {
         bool w2 = t.kind == MOK_TASK_D_W2;
         int ring = mok_ring_blocks(s), first = p->expert_block[t.expert], end = p->expert_block[t.expert + 1];
         int turn = first == end ? 0 : b - first / ring; // macrobatches of the expert before this one
+        int terms = mok_stretch_rows(p, t.expert, mok_expert_stretch(s, p, t.expert, b));
         for (int block = first; block < end; block++) {
             if (block / ring != b) continue;
             if (w2)
                 sim_read_part(m, SIM_HIDDEN, block,
-                              mok_d_weight_corner(s, s->intermediate, tile).row / MOK_D_HIDDEN_COLUMNS);
+                              mok_d_weight_corner(s, s->intermediate, terms, tile).row / MOK_D_HIDDEN_COLUMNS);
             else
                 sim_read(m, SIM_D_GATE_UP, block);
             sim_read(m, w2 ? SIM_DY : SIM_X, block);

@@ -362,12 +362,14 @@ static void add_walked(struct list *l, const struct mok_plan *p, enum mok_task_k
     for (int at = first; at < end; at++) add_tiles(l, kind, p->walk[at], tiles, p->block_expert[p->walk[at]]);
 }
 
-// Of d x, 16 places at a time, one column tile of all of them after the other.
+// Of d x, up to 16 blocks of one expert at a time, one column tile of all of them after the other.
 static void add_columns(struct list *l, const struct mok_plan *p, int first, int end, int tiles) {
-    for (; first < end; first += 16)
+    for (int after; first < end; first = after) {
+        int e = p->block_expert[p->walk[first]];
+        for (after = first; after < mok_min(first + 16, end) && p->block_expert[p->walk[after]] == e;) after++;
         for (int tile = 0; tile < tiles; tile++)
-            for (int at = first; at < mok_min(first + 16, end); at++)
-                add(l, MOK_TASK_D_X, p->walk[at], tile, p->block_expert[p->walk[at]]);
+            for (int at = first; at < after; at++) add(l, MOK_TASK_D_X, p->walk[at], tile, e);
+    }
 }
 
 // The second stage of a phase.
@@ -499,19 +501,23 @@ static void check_moves(const struct mok_shape *s, const struct mok_plan *p, enu
     assert_int_equal(index, mok_move_total(s, p));
 }
 
-// Which blocks an expert has in each macrobatch, and in how many so far: counted block by block.
+// Which blocks and rows an expert has in each macrobatch, and in how many so far: counted block by block.
 static void check_macrobatches(const struct mok_shape *s, const struct mok_plan *p) {
     int ring = s->ring_rows / 128;
     for (int e = 0; e < p->experts; e++)
         for (int m = -1, turns = 0; m < mok_macrobatches(s, p); m++) {
-            int count = 0, first = 0;
-            for (int b = m * ring; m >= 0 && b < mok_min((m + 1) * ring, p->blocks); b++)
-                if (p->block_expert[b] == e && count++ == 0) first = b;
+            int count = 0, first = 0, rows = 0;
+            for (int b = m * ring; m >= 0 && b < mok_min((m + 1) * ring, p->blocks); b++) {
+                if (p->block_expert[b] != e) continue;
+                if (count++ == 0) first = b;
+                rows += mok_block_rows(p, b);
+            }
             turns += count > 0;
             assert_int_equal(mok_expert_turns(s, p, e, m), turns);
             if (m < 0) continue;
             struct mok_stretch found = mok_expert_stretch(s, p, e, m);
             assert_int_equal(found.end - found.first, count);
+            assert_int_equal(mok_stretch_rows(p, e, found), rows);
             if (count) assert_int_equal(found.first, first);
         }
 }
@@ -534,23 +540,28 @@ static void open_random_blocks(struct plans *w, struct mok_shape *s, int blocks,
     plans_make(w);
 }
 
-// Every tile of a weight gradient has a corner of its own, and 16 of them come one below the other.
+// Every tile of a weight gradient has a corner of its own. With 1024 terms or more 16 of them come one below the other, with
+// fewer they come row by row.
 static void test_tiles_of_weight_gradients_cover_them(void **state) {
     (void)state;
     static const int heights[] = {8, 128, 1408, 2048, 2049, 4096}, widths[] = {8, 256, 2048, 7168};
     for (int i = 0; i < 6; i++)
         for (int j = 0; j < 4; j++) {
             struct mok_shape s = {.hidden = widths[j]};
-            int down = mok_ceil(heights[i], 128), across = mok_ceil(widths[j], 256),
-                *seen = calloc(33 * 32, sizeof *seen);
-            if (!seen) abort();
-            for (int tile = 0; tile < down * across; tile++) {
-                struct mok_corner c = mok_d_weight_corner(&s, heights[i], tile);
-                assert_true(c.row % 128 == 0 && c.row < heights[i] && c.column % 256 == 0 && c.column < widths[j]);
-                assert_int_equal(seen[c.row / 128 * 32 + c.column / 256]++, 0);
-                if (tile < mok_min(16, down)) assert_true(c.row == 128 * tile && c.column == 0);
+            int down = mok_ceil(heights[i], 128), across = mok_ceil(widths[j], 256);
+            for (int terms = 1023; terms <= 1024; terms++) {
+                int *seen = calloc(33 * 32, sizeof *seen);
+                if (!seen) abort();
+                for (int tile = 0; tile < down * across; tile++) {
+                    struct mok_corner c = mok_d_weight_corner(&s, heights[i], terms, tile);
+                    assert_true(c.row % 128 == 0 && c.row < heights[i]);
+                    assert_true(c.column % 256 == 0 && c.column < widths[j]);
+                    assert_int_equal(seen[c.row / 128 * 32 + c.column / 256]++, 0);
+                    if (terms == 1024 && tile < mok_min(16, down)) assert_true(c.row == 128 * tile && c.column == 0);
+                    if (terms == 1023 && tile < across) assert_true(c.row == 0 && c.column == 256 * tile);
+                }
+                free(seen);
             }
-            free(seen);
         }
 }
 

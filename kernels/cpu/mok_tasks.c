@@ -119,7 +119,7 @@ static void do_d_hidden(const struct mok_job *j, struct mok_task task) {
 // A tile of dw [M, H] = or += a^T b over rows that stand together: a [rows, M], b [rows, H].
 static void do_d_weight(const struct mok_job *j, int tile, accum *dw, const real *a, const real *b, int rows, int M,
                         bool store) {
-    struct mok_corner corner = mok_d_weight_corner(j->s, M, tile);
+    struct mok_corner corner = mok_d_weight_corner(j->s, M, rows, tile);
     int H = j->s->hidden, i = corner.row, column = corner.column;
     accum *out = dw + (size_t)i * (size_t)H + column;
     multiply(out, (size_t)H, transposed(a + i, (size_t)M), plain(b + column, (size_t)H),
@@ -135,10 +135,9 @@ static void do_d_weights(const struct mok_job *j, struct mok_task task, bool w2)
     if (task.expert >= 0) {
         struct mok_stretch blocks = mok_expert_stretch(j->s, j->p, task.expert, task.block);
         I = j->s->intermediate;
-        rows = 0;
-        if (blocks.end > blocks.first) {
+        rows = mok_stretch_rows(j->p, task.expert, blocks);
+        if (rows) {
             first = mok_ring_row(j->s, blocks.first);
-            rows = (blocks.end - 1 - blocks.first) * MOK_BLOCK_ROWS + mok_block_rows(j->p, blocks.end - 1);
             store = store && blocks.first == j->p->expert_block[task.expert];
         }
     }

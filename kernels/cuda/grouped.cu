@@ -8,8 +8,9 @@
 #include "kernels/cuda/tile.cuh"
 
 // Tiles of an expert's result are in columns of `tiles` and in blocks of 128 rows. So many blocks are multiplied by one
-// column of tiles before the next: what a wave of tiles loads is then about as many rows as columns.
-enum { GROUP_BLOCKS = 8 };
+// column of tiles before the next: what a wave of tiles loads is then about as many rows as columns. Sums of fewer terms than
+// MANY_TERMS take longer to write than to read, and come row by row, which memory writes faster.
+enum { GROUP_BLOCKS = 8, MANY_TERMS = 1024 };
 
 struct grouped_place {
     int block, tile;
@@ -127,8 +128,10 @@ struct sums_parameters {
 static __device__ __forceinline__ struct sums_task sums_task_at(const struct sums_parameters &p, int number) {
     int each = p.blocks * p.tiles, place = number / each;
     if (place >= p.used) return {-1, 0, 0, 0};
-    struct grouped_place at = grouped_place_of(number - place * each, p.blocks, p.tiles);
-    return {place, at.block * TILE_ROWS, at.tile * TILE_COLUMNS, p.first_row[place + 1] - p.first_row[place]};
+    int terms = p.first_row[place + 1] - p.first_row[place], here = number - place * each;
+    struct grouped_place at = {here / p.tiles, here % p.tiles};
+    if (terms >= MANY_TERMS) at = grouped_place_of(here, p.blocks, p.tiles);
+    return {place, at.block * TILE_ROWS, at.tile * TILE_COLUMNS, terms};
 }
 
 static __device__ __forceinline__ int sums_steps(const struct sums_task &task) {

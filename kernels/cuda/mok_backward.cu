@@ -28,7 +28,8 @@ static __device__ __forceinline__ int d_hidden_chunks(const struct mok_parameter
 static __device__ __forceinline__ bool adds_nothing(const Work &w) { return w.steps == 0 && w.added; }
 
 static __device__ __forceinline__ struct mok_corner d_weight_corner(const struct mok_parameters &p, const Work &w) {
-    return mok_d_weight_corner(&p.shape, (is_d_w2(w.task) ? 1 : 2) * maps_of(p, w.task).inner, w.task.tile);
+    int rows = (is_d_w2(w.task) ? 1 : 2) * maps_of(p, w.task).inner;
+    return mok_d_weight_corner(&p.shape, rows, w.steps * TILE_DEPTH, w.task.tile);
 }
 
 // ---- loading ----

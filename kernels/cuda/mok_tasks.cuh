@@ -55,7 +55,7 @@ static __device__ __forceinline__ void find_terms(const struct mok_parameters &p
     } else {
         struct mok_stretch blocks = mok_expert_stretch(&p.shape, &plan, e, w->task.block);
         w->row = (int)mok_ring_row(&p.shape, blocks.first);
-        w->steps = (blocks.end - blocks.first) * (MOK_BLOCK_ROWS / TILE_DEPTH);
+        w->steps = mok_ceil(mok_stretch_rows(&plan, e, blocks), TILE_DEPTH); // padding behind them is zeros
         if (w->steps > 0 && blocks.first > plan.expert_block[e]) w->added = 1;
     }
     if (w->steps > 0 || w->added) return;
