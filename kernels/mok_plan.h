@@ -41,7 +41,7 @@ enum {
     MOK_D_WEIGHT_COLUMNS = 256, // and this many columns of H
     MOK_PARTIAL_COLUMNS = 128,  // columns of I in one partial sum of a gate's gradient
     MOK_GROUP_BLOCKS = 16,      // at most so many blocks of 128 rows take turns in backward (mok_grouped)
-    MOK_MANY_TERMS = 1024,      // from so many on a sum takes longer to read than to write
+    MOK_MANY_TERMS = 1024,      // of a weight gradient's sums, from which on its tiles take turns by blocks, too
 };
 
 MOK_INLINE int mok_ceil(int n, int unit) { return (n + unit - 1) / unit; }
@@ -124,7 +124,7 @@ MOK_INLINE struct mok_spot mok_grouped(int blocks, int tiles, int at) {
 }
 
 // First row and column of tile `tile` of a weight gradient of so many rows, whose numbers are sums of so many terms. With few
-// terms its tiles mostly write. Then they come row by row, for memory is written faster where it lies together.
+// terms, tiles come row by row: the fewer, the more of their time is writing, and what is written at once lies together.
 struct mok_corner {
     int row, column;
 };
@@ -224,7 +224,8 @@ MOK_INLINE struct mok_stretch mok_macrobatch_experts(const struct mok_shape *s, 
     return experts;
 }
 
-// The blocks of the minibatch and of the expert that block `at` belongs to: a piece of the expert's segment.
+// The blocks that block `at` has both expert and minibatch in common with: a piece of the expert's segment. They are also
+// places of the walk, which turns each piece in itself.
 MOK_INLINE struct mok_stretch mok_piece(const struct mok_shape *s, const struct mok_plan *p, int at) {
     // Minibatches are counted from the start of a macrobatch, whose length is a multiple of theirs.
     int e = p->block_expert[at], phase = mok_phase_blocks(s), first = at / phase * phase, end = first + phase;

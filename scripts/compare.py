@@ -10,8 +10,8 @@ in all blocks, and what they differ by from those of the first arm is said.
 Where a step goes is what the trace has of rank 0, a mean over the blocks: communication is the time in which the GPU's
 queue stands for other ranks, in MoE layers (exchanges, barriers) or outside (sums of gradients, weights); what travels beside
 computing is not seen. What moves rows inside the megakernel is a part of the kernel, of which a GPU runs one layer with
-recording in that step (./train --trace). The MoE share counts the communication
-in MoE layers in. The head is the last product with its loss, both passes; other: routers, dense FFNs, embedding.
+recording in that step (./train --trace). The MoE share counts the communication in MoE layers in. The head is the last
+product with its loss, both passes; other: routers, dense FFNs, embedding.
 """
 
 import csv

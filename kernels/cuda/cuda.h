@@ -59,13 +59,18 @@ static inline void cuda_launch_early(void (*kernel)(Parameters...), dim3 grid, d
     cuda_check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 
-// Launches a kernel that takes the same bytes of shared memory in every call, more than a kernel may without asking.
-template <auto kernel, class... Arguments>
-static inline void cuda_launch_shared(dim3 grid, int threads, size_t shared_bytes, const Arguments &...arguments) {
+// Lets a kernel take so many bytes of shared memory, the same in every call: more than a kernel may without asking.
+template <auto kernel> static inline void cuda_allow_shared(size_t shared_bytes) {
     static bool allowed;
     cudaFuncAttribute attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (!allowed) cuda_check(cudaFuncSetAttribute(kernel, attribute, (int)shared_bytes));
     allowed = true;
+}
+
+// Launches a kernel that takes the same bytes of shared memory in every call.
+template <auto kernel, class... Arguments>
+static inline void cuda_launch_shared(dim3 grid, int threads, size_t shared_bytes, const Arguments &...arguments) {
+    cuda_allow_shared<kernel>(shared_bytes);
     kernel<<<grid, (unsigned)threads, shared_bytes, cuda_stream()>>>(arguments...);
     cuda_check_launch();
 }

@@ -8,9 +8,9 @@
 #include "kernels/cuda/tile.cuh"
 
 // Tiles of an expert's result are in columns of `tiles` and in blocks of 128 rows. So many blocks are multiplied by one
-// column of tiles before the next: what a wave of tiles loads is then about as many rows as columns. Sums of fewer terms than
-// MANY_TERMS take longer to write than to read, and come row by row, which memory writes faster.
-enum { GROUP_BLOCKS = 8, MANY_TERMS = 1024 };
+// column of tiles before the next: what a wave of tiles loads is then about as many rows as columns. (Sums of few terms,
+// gradients of weights, come row by row instead: TILE_MANY_TERMS.)
+enum { GROUP_BLOCKS = 8 };
 
 struct grouped_place {
     int block, tile;
@@ -130,7 +130,7 @@ static __device__ __forceinline__ struct sums_task sums_task_at(const struct sum
     if (place >= p.used) return {-1, 0, 0, 0};
     int terms = p.first_row[place + 1] - p.first_row[place], here = number - place * each;
     struct grouped_place at = {here / p.tiles, here % p.tiles};
-    if (terms >= MANY_TERMS) at = grouped_place_of(here, p.blocks, p.tiles);
+    if (terms >= TILE_MANY_TERMS) at = grouped_place_of(here, p.blocks, p.tiles);
     return {place, at.block * TILE_ROWS, at.tile * TILE_COLUMNS, terms};
 }
 
@@ -226,12 +226,8 @@ template <auto KERNEL, class Task, class Parameters> static void launch_tiles(Pa
     p->ticket = (int32_t *)cuda_scratch(sizeof *p->ticket);
     p->lost = lost_wait_record();
     cuda_check(cudaMemsetAsync(p->ticket, 0, sizeof *p->ticket, cuda_stream()));
-    static bool prepared;
-    if (!prepared) cuda_check(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    prepared = true;
     long long most = cuda_multiprocessors();
-    KERNEL<<<(unsigned)(tasks < most ? tasks : most), TILE_THREADS, bytes, cuda_stream()>>>(*p);
-    cuda_check_launch();
+    cuda_launch_shared<KERNEL>((unsigned)(tasks < most ? tasks : most), TILE_THREADS, bytes, *p);
 }
 
 template <bool B_ROWS>

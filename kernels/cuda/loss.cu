@@ -141,11 +141,7 @@ extern "C" void cross_entropy(real *logits, accum *loss, const int32_t *targets,
                               double scale) {
     OPERATION();
     if (rows == 0) return;
-    static bool allowed;
-    if (!allowed)
-        cuda_check(cudaFuncSetAttribute(row_loss, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        (int)sizeof(uint4) * MOST_CACHED));
-    allowed = true;
+    cuda_allow_shared<row_loss>(sizeof(uint4) * MOST_CACHED);
     int room = want_gradient ? (V / 8 < MOST_CACHED ? V / 8 : MOST_CACHED) : 0;
     row_loss<<<(unsigned)rows, THREADS, sizeof(uint4) * (size_t)room, cuda_stream()>>>(
         logits, loss, targets, V, want_gradient, (float)scale, room);

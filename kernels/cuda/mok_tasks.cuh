@@ -20,6 +20,7 @@ static_assert(2 * (int)MOK_GATE_UP_COLUMNS == (int)TILE_COLUMNS && (int)MOK_D_HI
                   (int)MOK_OUT_COLUMNS == (int)TILE_COLUMNS && (int)MOK_D_WEIGHT_COLUMNS == (int)TILE_COLUMNS,
               "the plan's columns are a tile's");
 static_assert((int)MOK_BLOCK_ROWS % (int)TILE_DEPTH == 0, "a block's rows are whole steps of a weight gradient");
+static_assert((int)MOK_MANY_TERMS == (int)TILE_MANY_TERMS, "weight gradients come in the order of grouped products");
 
 enum { RESULT_CHUNKS = TILE_COLUMNS / CHUNK_COLUMNS };
 
@@ -230,19 +231,13 @@ static __device__ __forceinline__ void pull_first(const struct mok_parameters &p
 
 // Asking for a kernel's attributes loads it: else CUDA would at its first launch, in the middle of a step.
 template <auto KERNEL> static void prepare_pass(void) {
-    const size_t bytes = sizeof(struct tile_shared<struct mok_work>);
-    static bool prepared;
-    if (prepared) return;
     struct cudaFuncAttributes attributes;
-    cuda_check(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    cuda_allow_shared<KERNEL>(sizeof(struct tile_shared<struct mok_work>));
     cuda_check(cudaFuncGetAttributes(&attributes, KERNEL));
-    prepared = true;
 }
 
 template <auto KERNEL> static void launch_pass(const struct mok_parameters *p, int blocks) {
-    prepare_pass<KERNEL>();
-    KERNEL<<<(unsigned)blocks, TILE_THREADS, sizeof(struct tile_shared<struct mok_work>), cuda_stream()>>>(*p);
-    cuda_check_launch();
+    cuda_launch_shared<KERNEL>((unsigned)blocks, TILE_THREADS, sizeof(struct tile_shared<struct mok_work>), *p);
 }
 
 #endif
