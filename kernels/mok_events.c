@@ -94,6 +94,8 @@ static void add(const struct reading *r, int track, struct trace_event event, ui
 static uint64_t later(uint64_t a, uint64_t b) { return a > b ? a : b; }
 static uint64_t earlier(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
+static bool is_same_task(struct mok_task a, struct mok_task b) { return memcmp(&a, &b, sizeof a) == 0; }
+
 // A wait is of the next task, or of one behind it.
 static void add_tasks(const struct reading *r, int block) {
     struct lane waits = take_lane(r, MOK_LOADER, block, block), tasks = take_lane(r, MOK_MULTIPLIER, block, block);
@@ -101,7 +103,7 @@ static void add_tasks(const struct reading *r, int block) {
     uint64_t idle = 0;
     for (int i = 0; i < tasks.count; i++) {
         const struct mok_record *task = &tasks.records[i];
-        if (wait < last && memcmp(&wait->task, &task->task, sizeof task->task) == 0) {
+        if (wait < last && is_same_task(wait->task, task->task)) {
             uint64_t begin = later(wait->begin, idle), end = earlier(wait->end, task->begin);
             if (begin < end) add(r, block, mok_event_of(r->e, "wait", task->task, 0, 0), begin, end);
             wait++;
@@ -121,16 +123,24 @@ static void add_pulls(const struct reading *r, int puller) {
     }
 }
 
-// Both halves have pushed the same tiles. Where one is at the next tile already, this one's end counts.
+// The second half has pushed the same tiles, but for those of whose rows it has none. Where one is at the next tile already,
+// this one's end counts.
 static void add_pushes(const struct reading *r, int block) {
     int track = push_track(r->blocks, block);
     struct lane upper = take_lane(r, MOK_STORER, block, track);
     struct lane lower = take_lane(r, MOK_STORER, r->blocks.all + block, track);
+    const struct mok_record *l = lower.records, *last = l + lower.count;
     uint64_t done = 0;
-    for (int i = 0; i < upper.count && i < lower.count; i++) {
-        const struct mok_record *u = &upper.records[i], *l = &lower.records[i];
-        uint64_t begin = later(earlier(u->begin, l->begin), done), end = later(later(u->end, l->end), begin);
-        add(r, track, mok_event_of(r->e, "push", u->task, 0, u->bytes + l->bytes), begin, end);
+    for (int i = 0; i < upper.count; i++) {
+        struct mok_record both = upper.records[i];
+        if (l < last && is_same_task(l->task, both.task)) {
+            both.begin = earlier(both.begin, l->begin);
+            both.end = later(both.end, l->end);
+            both.bytes += l->bytes;
+            l++;
+        }
+        uint64_t begin = later(both.begin, done), end = later(both.end, begin);
+        add(r, track, mok_event_of(r->e, "push", both.task, 0, both.bytes), begin, end);
         done = end;
     }
 }

@@ -260,6 +260,28 @@ static void a_tile_is_pushed_by_both_halves(void **state) {
     scene_close(&s);
 }
 
+// A block's last 64 rows may be padding, of which nothing is pushed.
+static void a_tile_of_half_a_block_is_pushed_by_one(void **state) {
+    (void)state;
+    const struct mok_task half = {down.kind, down.block + 1, down.tile, down.expert};
+    struct scene s;
+    scene_open(&s, 1, 0);
+    happened(&s, MOK_STORER, 0, 100, 180, half, 1000);
+    happened(&s, MOK_STORER, 0, 300, 380, down, 10);
+    happened(&s, MOK_STORER, 0, 400, 480, half, 100);
+    happened(&s, MOK_STORER, 1, 310, 390, down, 20);
+    scene_read(&s);
+    const struct trace_track *t = track_of(&s, 2);
+    assert_int_equal(t->count, 3);
+    assert_times(&t->events[0], "push", 100, 180);
+    assert_int_equal(t->events[0].bytes, 1000);
+    assert_times(&t->events[1], "push", 300, 390);
+    assert_int_equal(t->events[1].bytes, 30);
+    assert_times(&t->events[2], "push", 400, 480);
+    assert_int_equal(t->events[2].bytes, 100);
+    scene_close(&s);
+}
+
 static void pulls_are_of_the_warp_that_made_them(void **state) {
     (void)state;
     struct scene s;
@@ -299,6 +321,7 @@ int main(void) {
         cmocka_unit_test(a_block_waits_where_it_has_nothing_to_multiply),
         cmocka_unit_test(waits_find_their_tasks),
         cmocka_unit_test(a_tile_is_pushed_by_both_halves),
+        cmocka_unit_test(a_tile_of_half_a_block_is_pushed_by_one),
         cmocka_unit_test(pulls_are_of_the_warp_that_made_them),
         cmocka_unit_test(what_does_not_fit_is_counted),
     };

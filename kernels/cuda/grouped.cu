@@ -70,6 +70,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 1)
                 shared, p.ticket, p.lost, [&](int number) { return grouped_task_at(p, number, &expert); },
                 [&](struct tile_loader<Task> &loader, const Task &task, const auto &between) {
                     struct tile_factors f = {&p.x, &p.w, steps, task.row};
+                    f.half = task.rows <= HALF_ROWS;
                     f.b_matrix = task.expert;
                     f.b_column = task.column; // either this or rows
                     if (!B_ROWS) f.b_row = task.column, f.b_row_2 = task.column + TILE_COLUMNS / 2;
@@ -83,6 +84,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 1)
             while (reader.next(shared, p.lost, &task)) {
                 int row = task.row + half * HALF_ROWS, rows = task.rows - half * HALF_ROWS;
                 const int chunks = TILE_COLUMNS / CHUNK_COLUMNS;
+                if (rows <= 0) continue;
                 if (rows >= HALF_ROWS)
                     storer.store_boxes(chunks, [&](int chunk, uint32_t from) {
                         tma_store(&p.y_map, task.column + chunk * CHUNK_COLUMNS, row, from);
@@ -99,6 +101,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, 1)
             struct tile_reader<Task> reader;
             Task task;
             while (reader.next(shared, p.lost, &task)) {
+                if (task.rows <= half * HALF_ROWS) {
+                    multiplier.pass(steps);
+                    continue;
+                }
                 multiplier.template multiply<false, B_ROWS>(steps);
                 multiplier.stage_all();
             }

@@ -162,8 +162,8 @@ static __device__ __forceinline__ void copies_fence_shared() {
 static __device__ __forceinline__ void copies_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // What was done before is seen by whoever finds the counter raised.
-static __device__ __forceinline__ void counter_raise(int32_t *counter) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+static __device__ __forceinline__ void counter_raise(int32_t *counter, int by = 1) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(by) : "memory");
 }
 
 // ---- accesses by 32-bit address ----

@@ -18,12 +18,6 @@ using Shared = struct tile_shared<Work>;
 static_assert((int)MOK_PARTIAL_COLUMNS == 2 * (int)CHUNK_COLUMNS, "a partial sum is over two chunks");
 static_assert((int)MOK_PARTIAL_COLUMNS == (int)GATE_GRADIENT_COLUMNS, "and the same columns as by separate operations");
 
-// Chunks of 64 columns that a d hidden tile has.
-static __device__ __forceinline__ int d_hidden_chunks(const struct mok_parameters &p, const Work &w) {
-    int columns = maps_of(p, w.task).inner - w.task.tile * MOK_D_HIDDEN_COLUMNS;
-    return mok_min(RESULT_CHUNKS, mok_ceil(columns, CHUNK_COLUMNS));
-}
-
 // Of a weight gradient: nothing to do, since there are no rows to add.
 static __device__ __forceinline__ bool adds_nothing(const Work &w) { return w.steps == 0 && w.added; }
 
@@ -41,17 +35,18 @@ struct backward_loader {
     template <class Between> __device__ __forceinline__ void d_hidden(const Work &w, const Between &between) {
         const struct mok_maps &maps = maps_of(p, w.task);
         struct tile_factors f = {&maps.dy, &maps.w2, w.steps, w.row};
+        f.half = w.half;
         f.b_row = w.task.tile * MOK_D_HIDDEN_COLUMNS;
         f.b_row_2 = f.b_row + TILE_COLUMNS / 2;
         f.b_matrix = max(w.task.expert, 0);
         tile.template load<READ_COLUMNS>(f, between);
-        int chunks = d_hidden_chunks(p, w);
 #pragma unroll 1
-        for (int chunk = 0; chunk < chunks; chunk++) {
+        for (int chunk = 0; chunk < w.chunks; chunk++) {
             uint32_t full;
-            struct tile_stage *stage = tile.begin(2 * TILE_ROWS / BOX_ROWS * BOX_BYTES, &full);
+            struct tile_stage *stage = tile.begin((f.half ? 1 : TILE_HALVES) * 2 * BOX_BYTES, &full);
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
+            for (int half = 0; half < TILE_HALVES; half++) {
+                if (half > 0 && f.half) break;
                 int column = f.b_row + chunk * CHUNK_COLUMNS, row = w.row + half * HALF_ROWS;
                 tma_load(shared_address(stage->a[half]), &maps.gate, column, row, full);
                 tma_load(shared_address(stage->b[half]), &maps.up, column, row, full);
@@ -186,12 +181,11 @@ struct backward_multiplier {
     }
 
     __device__ __forceinline__ void d_hidden(const Work &w, const float (&gates)[2]) {
-        int chunks = d_hidden_chunks(p, w);
         float sums[2][8];
 #pragma unroll
         for (int chunk = 0; chunk < RESULT_CHUNKS - 1; chunk++)
-            if (chunk < chunks) d_hidden_chunk<true>(w, chunk * CHUNK_COLUMNS, chunk == chunks - 1, gates, sums);
-        if (chunks == RESULT_CHUNKS) d_hidden_chunk<false>(w, (RESULT_CHUNKS - 1) * CHUNK_COLUMNS, true, gates, sums);
+            if (chunk < w.chunks) d_hidden_chunk<true>(w, chunk * CHUNK_COLUMNS, chunk == w.chunks - 1, gates, sums);
+        if (w.chunks == RESULT_CHUNKS) d_hidden_chunk<false>(w, (RESULT_CHUNKS - 1) * CHUNK_COLUMNS, true, gates, sums);
     }
 
     // Gate and up of 64 columns each, twice.
@@ -224,7 +218,9 @@ struct backward_multiplier {
         struct tile_reader<Work> reader;
         Work w;
         while (next_task(p, tile, reader, &w)) {
-            if (is_d_weights(w.task)) {
+            if (tile.half > 0 && w.half) {
+                tile.pass(w.steps + w.chunks);
+            } else if (is_d_weights(w.task)) {
                 d_weights(w);
             } else if (is_d_hidden(w.task) || is_gate_up(w.task)) {
                 float gates[2];
@@ -272,17 +268,16 @@ struct backward_storer {
 
     __device__ __forceinline__ void d_hidden(const Work &w) {
         const struct mok_maps &maps = maps_of(p, w.task);
-        int chunks = d_hidden_chunks(p, w), row = w.row + common.tile.half * HALF_ROWS;
         int first = w.task.tile * MOK_D_HIDDEN_COLUMNS, last = first + (RESULT_CHUNKS - 1) * CHUNK_COLUMNS;
+        int row = w.row + common.tile.half * HALF_ROWS;
 #pragma unroll 1
-        for (int chunk = 0; chunk < mok_min(chunks, RESULT_CHUNKS - 1); chunk++)
+        for (int chunk = 0; chunk < mok_min(w.chunks, RESULT_CHUNKS - 1); chunk++)
             d_hidden_in_place(maps, first + chunk * CHUNK_COLUMNS, row, (stage + w.steps + chunk) % TILE_STAGES);
-        if (chunks == RESULT_CHUNKS)
+        if (w.chunks == RESULT_CHUNKS)
             common.tile.store_boxes(3, [&](int result, uint32_t from) {
                 tma_store(result == 0 ? &maps.d_gate : result == 1 ? &maps.d_up : &maps.hidden, last, row, from);
             });
-        common.raise_written(w.task);
-        stage += chunks;
+        common.raise_written(w);
     }
 
     // The chunks' sums in ascending order.
@@ -304,7 +299,7 @@ struct backward_storer {
                 push_gate(rows[r], (size_t)(w.row + common.tile.half * HALF_ROWS + r));
             __syncwarp();
         }
-        if (common.rings && common.tile.lane == 0) common.raise(w.task);
+        if (common.rings && common.tile.lane == 0) common.raise(w);
     }
 
     __device__ __forceinline__ void d_weights(const Work &w) {
@@ -316,25 +311,28 @@ struct backward_storer {
             common.tile.store_boxes(SUMS_PIECES, [&](int piece, uint32_t from) {
                 tma_store(map, corner.column + piece * ACCUM_BOX_COLUMNS, row, expert, from);
             });
-        if (common.rings && w.task.expert >= 0) common.raise_written(w.task);
-        if (w.added && w.steps > 0) stage += SUMS_STAGES;
+        if (common.rings && w.task.expert >= 0) common.raise_written(w);
+    }
+
+    __device__ __forceinline__ void store(const Work &w) {
+        if (is_d_hidden(w.task))
+            d_hidden(w);
+        else if (is_d_weights(w.task))
+            d_weights(w);
+        else if (is_gate_up(w.task))
+            common.gate_up<false>(w);
+        else if (w.task.expert < 0)
+            common.own_rows(w);
+        else
+            d_x(w);
     }
 
     __device__ __forceinline__ void run() {
         struct tile_reader<Work> reader;
         Work w;
         while (reader.next(common.tile.shared, p.lost, &w)) {
-            if (is_d_hidden(w.task))
-                d_hidden(w);
-            else if (is_d_weights(w.task))
-                d_weights(w);
-            else if (is_gate_up(w.task))
-                common.gate_up<false>(w);
-            else if (w.task.expert < 0)
-                common.own_rows(w);
-            else
-                d_x(w);
-            stage = (stage + w.steps) % TILE_STAGES;
+            if (common.has_rows(w)) store(w);
+            stage = (stage + w.steps + w.chunks + (w.added && w.steps > 0 ? SUMS_STAGES : 0)) % TILE_STAGES;
         }
         if (common.tile.lane == 0) bulk_wait_written();
     }

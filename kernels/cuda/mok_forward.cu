@@ -63,7 +63,9 @@ struct forward_multiplier {
         struct tile_reader<Work> reader;
         Work w;
         while (next_task(p, tile, reader, &w)) {
-            if (is_gate_up(w.task)) {
+            if (tile.half > 0 && w.half) {
+                tile.pass(w.steps);
+            } else if (is_gate_up(w.task)) {
                 gate_up(w);
             } else {
                 tile.template multiply<false, true>(w.steps);
@@ -80,13 +82,14 @@ static __device__ __forceinline__ void store_tasks(const struct mok_parameters &
     struct tile_reader<Work> reader;
     Work w;
     while (reader.next(shared, p.lost, &w)) {
+        if (!storer.has_rows(w)) continue;
         if (is_gate_up(w.task)) {
             storer.gate_up<true>(w);
         } else if (w.task.expert < 0) {
             storer.own_rows(w);
         } else {
             storer.push(w.task);
-            if (storer.rings && storer.tile.lane == 0) storer.raise(w.task);
+            if (storer.rings && storer.tile.lane == 0) storer.raise(w);
         }
     }
     if (storer.tile.lane == 0) bulk_wait_written();

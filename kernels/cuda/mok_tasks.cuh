@@ -9,9 +9,11 @@
 // A task of the plan, with what its loader finds out for all who work on it.
 struct alignas(16) mok_work {
     struct mok_task task;
-    int32_t row;   // first one in the task's matrices: of the ring, or of own tokens
-    int32_t steps; // of TILE_DEPTH terms
-    int32_t added; // a weight gradient that goes on from the present one
+    int32_t row;    // first one in the task's matrices: of the ring, or of own tokens
+    int32_t steps;  // of TILE_DEPTH terms
+    int32_t chunks; // of gate and up behind them: 64 columns each of a d hidden tile
+    bool added;     // a weight gradient that goes on from the present one
+    bool half;      // the last 64 rows of the task's block are padding
 };
 
 static_assert((int)MOK_BLOCK_ROWS == (int)TILE_ROWS && (int)MOK_D_WEIGHT_ROWS == (int)TILE_ROWS,
@@ -57,7 +59,7 @@ static __device__ __forceinline__ void find_terms(const struct mok_parameters &p
         struct mok_stretch blocks = mok_expert_stretch(&p.shape, &plan, e, w->task.block);
         w->row = (int)mok_ring_row(&p.shape, blocks.first);
         w->steps = mok_ceil(mok_stretch_rows(&plan, e, blocks), TILE_DEPTH); // padding behind them is zeros
-        if (w->steps > 0 && blocks.first > plan.expert_block[e]) w->added = 1;
+        if (w->steps > 0 && blocks.first > plan.expert_block[e]) w->added = true;
     }
     if (w->steps > 0 || w->added) return;
     w->row = e < 0 ? 1 : p.shape.ring_rows; // without tokens their matrices have one row (mok_run.c)
@@ -66,9 +68,9 @@ static __device__ __forceinline__ void find_terms(const struct mok_parameters &p
 
 static __device__ __forceinline__ struct mok_work
 mok_work_at(const struct mok_parameters &p, const struct mok_plan &plan, enum mok_pass pass, int number) {
-    if (number >= plan.task_total[pass]) return {{-1, 0, 0, 0}, 0, 0, 0};
+    if (number >= plan.task_total[pass]) return {{-1, 0, 0, 0}, 0, 0, 0, false, false};
     int4 words = __ldg((const int4 *)plan.tasks[pass] + number);
-    struct mok_work w = {{words.x, words.y, words.z, words.w}, 0, 0, 0};
+    struct mok_work w = {{words.x, words.y, words.z, words.w}, 0, 0, 0, false, false};
     if (is_d_weights(w.task)) {
         find_terms(p, plan, &w);
         return w;
@@ -76,6 +78,10 @@ mok_work_at(const struct mok_parameters &p, const struct mok_plan &plan, enum mo
     int I = maps_of(p, w.task).inner, H = p.shape.hidden;
     w.row = w.task.expert < 0 ? w.task.block * MOK_BLOCK_ROWS : (int)mok_ring_row(&p.shape, w.task.block);
     w.steps = mok_ceil(is_gate_up(w.task) || is_d_hidden(w.task) ? H : pass == MOK_FORWARD ? I : 2 * I, TILE_DEPTH);
+    if (is_d_hidden(w.task))
+        w.chunks = mok_min(RESULT_CHUNKS, mok_ceil(I - w.task.tile * MOK_D_HIDDEN_COLUMNS, CHUNK_COLUMNS));
+    int second = w.task.block * MOK_BLOCK_ROWS + HALF_ROWS;
+    w.half = w.task.expert < 0 ? second >= plan.tokens : plan.rows[second].source < 0;
     return w;
 }
 
@@ -97,6 +103,7 @@ static __device__ __forceinline__ void wait_for_factors(const struct mok_paramet
 static __device__ __forceinline__ struct tile_factors gate_up_factors(const struct mok_maps &maps,
                                                                       const struct mok_work &w) {
     struct tile_factors f = {&maps.x, &maps.w13, w.steps, w.row};
+    f.half = w.half;
     f.b_row = w.task.tile * MOK_GATE_UP_COLUMNS;
     f.b_row_2 = f.b_row + maps.inner;
     f.b_matrix = max(w.task.expert, 0);
@@ -107,6 +114,7 @@ static __device__ __forceinline__ struct tile_factors gate_up_factors(const stru
 static __device__ __forceinline__ struct tile_factors out_factors(const CUtensorMap *rows, const CUtensorMap *weights,
                                                                   const struct mok_work &w) {
     struct tile_factors f = {rows, weights, w.steps, w.row};
+    f.half = w.half;
     f.b_column = w.task.tile * MOK_OUT_COLUMNS;
     f.b_matrix = max(w.task.expert, 0);
     return f;
@@ -149,18 +157,22 @@ struct mok_storer {
                                           int half)
         : p(p), tile(shared, p.lost, half), rings(p.plan.device->blocks > mok_ring_blocks(&p.shape)) {}
 
-    __device__ __forceinline__ void raise(const struct mok_task &task) {
+    __device__ __forceinline__ bool has_rows(const struct mok_work &w) const { return tile.half == 0 || !w.half; }
+
+    // Counters count halves. A half without rows could raise them before the task's factors are there, and so ahead of
+    // those who wait for another task's: the first one raises them for both.
+    __device__ __forceinline__ void raise(const struct mok_work &w) {
         struct mok_wait signals[MOK_MOST_WAITS];
-        int count = mok_task_signals(task, signals);
-        for (int i = 0; i < count; i++) counter_raise(p.counters[signals[i].kind] + signals[i].index);
+        int count = mok_task_signals(w.task, signals), halves = w.half ? TILE_HALVES : 1;
+        for (int i = 0; i < count; i++) counter_raise(p.counters[signals[i].kind] + signals[i].index, halves);
     }
 
     // When all that this lane has stored is in memory.
-    __device__ __forceinline__ void raise_written(const struct mok_task &task) {
+    __device__ __forceinline__ void raise_written(const struct mok_work &w) {
         if (tile.lane > 0) return;
         bulk_wait_written();
         copies_fence();
-        raise(task);
+        raise(w);
     }
 
     // Of each 64 columns gate and up, and in forward hidden.
@@ -172,7 +184,7 @@ struct mok_storer {
             const CUtensorMap *map = chunk % each == 0 ? &maps.gate : chunk % each == 1 ? &maps.up : &maps.hidden;
             tma_store(map, w.task.tile * MOK_GATE_UP_COLUMNS + chunk / each * CHUNK_COLUMNS, row, from);
         });
-        raise_written(w.task);
+        raise_written(w);
     }
 
     // Of the shared expert.
@@ -225,8 +237,8 @@ static __device__ __forceinline__ void pull_first(const struct mok_parameters &p
     if (threadIdx.x == 0) *arrival = atomicAdd(p.tickets[MOK_ARRIVED], 1);
     __syncthreads();
     int mover = *arrival;
-    __syncthreads();
     if (mover < p.comm_workers) pull_all<PASS>(p, mover * MOK_MOVER_WARPS + (int)threadIdx.x / 32);
+    __syncthreads(); // its warps go on together
 }
 
 // Asking for a kernel's attributes loads it: else CUDA would at its first launch, in the middle of a step.

@@ -9,6 +9,9 @@
 //
 //   loader --tasks--> multipliers, storers       loader --factors--> multipliers --results--> storers
 //
+// Where the last 64 rows of a tile are none, they are not loaded, their multipliers let its stages go by, and nothing of them is
+// stored.
+//
 // Every element is summed in ascending order of its terms in one accumulator: the same bits whatever tile it is in.
 #ifndef MOK_KERNELS_CUDA_TILE_CUH
 #define MOK_KERNELS_CUDA_TILE_CUH
@@ -97,6 +100,7 @@ struct tile_factors {
     int steps; // of TILE_DEPTH terms
     int a_row, a_column;
     int b_row, b_row_2, b_column, b_matrix;
+    bool half; // only the first 64 rows of a, which is read along its columns
 };
 
 // Sums that a tile goes on from come before its factors, 32 columns of all rows in two boxes, three times in a stage.
@@ -133,6 +137,7 @@ template <class Task> struct tile_loader {
         uint32_t a = shared_address(stage->a), b = shared_address(stage->b);
 #pragma unroll
         for (int i = 0; i < TILE_ROWS / BOX_ROWS; i++, a += BOX_BYTES) {
+            if (READ != READ_ROWS && i > 0 && f.half) break;
             if constexpr (READ == READ_ROWS)
                 tma_load(a, f.a, f.a_column + BOX_ROWS * i, f.a_row + term, full);
             else
@@ -153,10 +158,11 @@ template <class Task> struct tile_loader {
     template <enum tile_read READ, class Between>
     __device__ __forceinline__ void load(const struct tile_factors &f, const Between &between) {
         const int between_step = min(3, f.steps - 1);
+        const int bytes = sizeof(struct tile_stage) - (READ != READ_ROWS && f.half ? BOX_BYTES : 0);
 #pragma unroll 1
         for (int step = 0; step < f.steps; step++) {
             uint32_t full;
-            struct tile_stage *stage = begin(sizeof *stage, &full);
+            struct tile_stage *stage = begin(bytes, &full);
             load_step<READ>(stage, f, step * TILE_DEPTH, full);
             if (step == between_step) between();
         }
@@ -227,6 +233,15 @@ template <class Task> struct tile_multiplier {
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared->stage_barriers.empty[stage.stage]));
         stage.next();
+    }
+
+    // The tile's next stages go by this half, which has no rows.
+    __device__ __forceinline__ void pass(int stages) {
+#pragma unroll 1
+        for (int i = 0; i < stages; i++) {
+            wait_stage();
+            release_stage();
+        }
     }
 
     // Zeros in place of a stage's terms from `first` on; both factors are read along their rows. By both multipliers, each
@@ -487,9 +502,13 @@ static __device__ __forceinline__ void tile_block_run(struct tile_shared<Task> *
     __syncthreads();
     if (warpgroup == 0) {
         registers_give<FEEDER_REGISTERS>();
-        if (warp == 0 && threadIdx.x % 32 == 0) load();
-        if (warp == 1) own();
-        if (warp >= 2) store(warp - 2);
+        if (warp == 0) {
+            if (threadIdx.x % 32 == 0) load();
+        } else if (warp == 1) {
+            own();
+        } else {
+            store(warp - 2);
+        }
     } else {
         registers_take<MULTIPLIER_REGISTERS>();
         multiply(warpgroup - 1, warp);
