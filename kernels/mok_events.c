@@ -123,8 +123,8 @@ static void add_pulls(const struct reading *r, int puller) {
     }
 }
 
-// The second half has pushed the same tiles, but for those of whose rows it has none. Where one is at the next tile already,
-// this one's end counts.
+// The second half has pushed the same tiles, but for those where all its rows are padding. Where one is at the next tile
+// already, this one's end counts.
 static void add_pushes(const struct reading *r, int block) {
     int track = push_track(r->blocks, block);
     struct lane upper = take_lane(r, MOK_STORER, block, track);

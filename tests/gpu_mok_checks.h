@@ -192,10 +192,10 @@ static inline size_t count_not_zero(const real *values, size_t n) {
     return count;
 }
 
-enum { SUMMED_ROWS = 64 }; // of a weight gradient, at a time
+enum { SUMMED_ROWS = 64 }; // that a GPU's weight gradients add up at a time
 
-// Pulled rows are copies of tokens, and their padding is zeros on a GPU; so are results of padding up to the next 64 rows,
-// which its backward pass adds up. The CPU's does not.
+// Pulled rows are copies of tokens. On a GPU their padding is zeros, and so are results of padding up to the next 64 rows, which
+// weight gradients add up; what is behind is not even multiplied. The CPU multiplies no padding.
 static inline void check_rows(const struct ranks *all, const struct place *me, int l, const struct mok_plan *plan,
                               enum mok_pass pass) {
     const struct own_layer *own = &me->layers[l];

@@ -89,7 +89,7 @@ static __device__ __forceinline__ uint64_t wait_nanoseconds() {
 
 static __device__ __forceinline__ void lost_kernel_end() {
     asm volatile("st.global.b32 [%0], %1;" ::"l"((uint64_t)0), "r"(0) : "memory");
-    for (;;) __nanosleep(1000); // the thread goes nowhere until the kernel has ended
+    for (;;) __nanosleep(1000); // until the kernel has ended; nothing behind a lost wait costs registers
 }
 
 static __device__ __forceinline__ void lost_wait_end(struct lost_wait *record, enum wait_for what, unsigned phase) {

@@ -10,8 +10,8 @@
 struct alignas(16) mok_work {
     struct mok_task task;
     int32_t row;    // first one in the task's matrices: of the ring, or of own tokens
-    int32_t steps;  // of TILE_DEPTH terms
-    int32_t chunks; // of gate and up behind them: 64 columns each of a d hidden tile
+    int32_t steps;  // of TILE_DEPTH terms, a stage each
+    int32_t chunks; // of a d hidden tile: stages behind them, with 64 columns of gate and up each; else 0
     bool added;     // a weight gradient that goes on from the present one
     bool half;      // the last 64 rows of the task's block are padding
 };
@@ -157,6 +157,7 @@ struct mok_storer {
                                           int half)
         : p(p), tile(shared, p.lost, half), rings(p.plan.device->blocks > mok_ring_blocks(&p.shape)) {}
 
+    // Whether this half of the task's rows has any that are no padding.
     __device__ __forceinline__ bool has_rows(const struct mok_work &w) const { return tile.half == 0 || !w.half; }
 
     // Counters count halves. A half without rows could raise them before the task's factors are there, and so ahead of
@@ -238,7 +239,7 @@ static __device__ __forceinline__ void pull_first(const struct mok_parameters &p
     __syncthreads();
     int mover = *arrival;
     if (mover < p.comm_workers) pull_all<PASS>(p, mover * MOK_MOVER_WARPS + (int)threadIdx.x / 32);
-    __syncthreads(); // its warps go on together
+    __syncthreads(); // Here, and not before the pulls, where ptxas would have 4 bytes spilled in backward.
 }
 
 // Asking for a kernel's attributes loads it: else CUDA would at its first launch, in the middle of a step.

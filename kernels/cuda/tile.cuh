@@ -9,8 +9,8 @@
 //
 //   loader --tasks--> multipliers, storers       loader --factors--> multipliers --results--> storers
 //
-// Where the last 64 rows of a tile are none, they are not loaded, their multipliers let its stages go by, and nothing of them is
-// stored.
+// A tile may have its first 64 rows only. Then the others are not loaded, their multipliers let its stages go by, and their
+// storer skips it.
 //
 // Every element is summed in ascending order of its terms in one accumulator: the same bits whatever tile it is in.
 #ifndef MOK_KERNELS_CUDA_TILE_CUH
@@ -235,7 +235,8 @@ template <class Task> struct tile_multiplier {
         stage.next();
     }
 
-    // The tile's next stages go by this half, which has no rows.
+    // Lets so many stages go by, of a tile that has no rows in this half. It waits for each: a barrier tells two phases apart,
+    // and not more.
     __device__ __forceinline__ void pass(int stages) {
 #pragma unroll 1
         for (int i = 0; i < stages; i++) {
