@@ -218,7 +218,7 @@ struct backward_multiplier {
         struct tile_reader<Work> reader;
         Work w;
         while (next_task(p, tile, reader, &w)) {
-            if (tile.half > 0 && w.half) {
+            if (!has_rows(w, tile.half)) {
                 tile.pass(w.steps + w.chunks);
             } else if (is_d_weights(w.task)) {
                 d_weights(w);
@@ -331,7 +331,7 @@ struct backward_storer {
         struct tile_reader<Work> reader;
         Work w;
         while (reader.next(common.tile.shared, p.lost, &w)) {
-            if (common.has_rows(w)) store(w);
+            if (has_rows(w, common.tile.half)) store(w);
             stage = (stage + w.steps + w.chunks + (w.added && w.steps > 0 ? SUMS_STAGES : 0)) % TILE_STAGES;
         }
         if (common.tile.lane == 0) bulk_wait_written();

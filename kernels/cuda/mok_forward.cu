@@ -63,7 +63,7 @@ struct forward_multiplier {
         struct tile_reader<Work> reader;
         Work w;
         while (next_task(p, tile, reader, &w)) {
-            if (tile.half > 0 && w.half) {
+            if (!has_rows(w, tile.half)) {
                 tile.pass(w.steps);
             } else if (is_gate_up(w.task)) {
                 gate_up(w);
@@ -82,7 +82,7 @@ static __device__ __forceinline__ void store_tasks(const struct mok_parameters &
     struct tile_reader<Work> reader;
     Work w;
     while (reader.next(shared, p.lost, &w)) {
-        if (!storer.has_rows(w)) continue;
+        if (!has_rows(w, half)) continue;
         if (is_gate_up(w.task)) {
             storer.gate_up<true>(w);
         } else if (w.task.expert < 0) {

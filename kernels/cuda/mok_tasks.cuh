@@ -39,6 +39,9 @@ static __device__ __forceinline__ bool is_d_weights(const struct mok_task &task)
     return is_d_w2(task) || task.kind == MOK_TASK_D_W13 || task.kind == MOK_TASK_SHARED_D_W13;
 }
 
+// Whether a half of the task's rows has any that are no padding.
+static __device__ __forceinline__ bool has_rows(const struct mok_work &w, int half) { return half == 0 || !w.half; }
+
 static __device__ __forceinline__ const struct mok_maps &maps_of(const struct mok_parameters &p,
                                                                  const struct mok_task &task) {
     return task.expert < 0 ? p.shared : p.routed;
@@ -156,9 +159,6 @@ struct mok_storer {
     __device__ __forceinline__ mok_storer(const struct mok_parameters &p, struct tile_shared<struct mok_work> *shared,
                                           int half)
         : p(p), tile(shared, p.lost, half), rings(p.plan.device->blocks > mok_ring_blocks(&p.shape)) {}
-
-    // Whether this half of the task's rows has any that are no padding.
-    __device__ __forceinline__ bool has_rows(const struct mok_work &w) const { return tile.half == 0 || !w.half; }
 
     // Counters count halves. A half without rows could raise them before the task's factors are there, and so ahead of
     // those who wait for another task's: the first one raises them for both.
