@@ -14,7 +14,7 @@
 #include "kernels/comm.h"
 #include "kernels/fail.h"
 
-static const int ep_sizes[] = {1, 2, 3, 4, 6};
+static const int ep_sizes[] = {1, 2, 3, 4, 6, 8};
 
 // ---- dealing out ----
 
@@ -325,6 +325,7 @@ static void case_large(void) {
         {.ranks = 3, .minibatch = 768, .comm_workers = 16, .move_rows = 1, .delays = 78},
         {.ranks = 4, .minibatch = 512, .ring = 1024, .move_rows = 32},
         {.ranks = 6, .minibatch = minibatch, .delays = 79},
+        {.ranks = 8, .minibatch = 1024, .ring = 1024, .comm_workers = 8, .delays = 80},
     };
     for (int i = 0; i < COUNT_OF(dealings); i++)
         if (is_ep_size(dealings[i].ranks, p.E) && dealings[i].comm_workers < workers)
