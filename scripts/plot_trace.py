@@ -6,7 +6,8 @@
     scripts/plot_trace.py FILE                                               the table alone
 
 The picture has a row for every worker of every rank, and below them a strip per rank: how many of its workers multiply
-and how many move rows at each moment. Dispatch is hidden where both colours lie above each other. Without --layer and
+and how many move rows at each moment. Dispatch is hidden where both colours lie above each other. In the table pause is the
+mean time from an event to the next one of its kind, where no other work came between. Without --layer and
 --pass the phases of the step are rows too. A pass that occurs in every micro-batch is drawn as in the first.
 
 A GPU's blocks do several things at once: they have three bands of thin rows, for what blocks multiply, pull and push, and
@@ -19,7 +20,7 @@ import argparse
 import bisect
 import json
 import sys
-from collections import Counter, defaultdict, namedtuple
+from collections import defaultdict, namedtuple
 
 Event = namedtuple("Event", "begin end kind category layer")
 
@@ -230,28 +231,42 @@ def overlap(moving, multiplying):
     return sum(covered(e.end) - covered(e.begin) for e in moving) / total if total else None
 
 
-def print_kinds(rank, what, events, available):
-    """available: microseconds of all tracks together, of which the kinds have shares"""
-    times, counts = Counter(), Counter()
-    for e in events:
-        times[e.kind] += e.end - e.begin
-        counts[e.kind] += 1
+def find_pauses(tracks):
+    """Of every kind the times from an event's end to the next one's begin, where that is of its kind; waits do not count."""
+    pauses = defaultdict(list)
+    for track in tracks:
+        events = sorted(e for e in track.events if e.kind not in WAITING)
+        for event, after in zip(events, events[1:]):
+            if event.kind == after.kind:
+                pauses[event.kind].append(after.begin - event.end)
+    return pauses
+
+
+def print_kinds(rank, what, tracks, duration):
+    """Shares are of the duration of all these tracks."""
+    times, pauses = defaultdict(list), find_pauses(tracks)
+    for track in tracks:
+        for e in track.events:
+            times[e.kind].append(e.end - e.begin)
     for kind in sorted(times, key=kind_order):
-        share = 100 * times[kind] / available if available else 0
-        print(f"{rank:>4}  {what:<8} {kind:<16} {counts[kind]:>8} {times[kind]:>14,.1f} {share:>8.1f} %")
+        each, total, available = sorted(times[kind]), sum(times[kind]), duration * len(tracks)
+        share = 100 * total / available if available else 0
+        pause = f"{sum(pauses[kind]) / len(pauses[kind]):.1f}" if pauses[kind] else "-"
+        print(f"{rank:>4}  {what:<8} {kind:<16} {len(each):>8} {total:>14,.1f} {share:>8.1f} % "
+              f"{each[len(each) // 2]:>10,.1f} {each[len(each) * 9 // 10]:>10,.1f} {pause:>8}")
 
 
 def print_table(view):
     duration = view.end - view.begin
     print(f"{view.title}: {duration:,.1f} us")
-    print(f"{'rank':>4}  {'tracks':<8} {'kind':<16} {'events':>8} {'us':>14} {'share':>10}")
+    print(f"{'rank':>4}  {'tracks':<8} {'kind':<16} {'events':>8} {'us':>14} {'share':>10} "
+          f"{'median us':>10} {'p90 us':>10} {'pause us':>8}")
     for rank in view.ranks:
         for track in view.tracks:
             if track.rank == rank and not track.is_worker:
-                print_kinds(rank, "step", track.events, duration)
+                print_kinds(rank, "step", [track], duration)
         for role in ROLES:
-            workers = view.workers(rank, role)
-            print_kinds(rank, role, [e for t in workers for e in t.events], duration * len(workers))
+            print_kinds(rank, role, view.workers(rank, role), duration)
     for rank in view.ranks:
         share = overlap(view.events(rank, "move"), view.events(rank, "compute"))
         if share is not None:

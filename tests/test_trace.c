@@ -664,6 +664,29 @@ static void the_script_finds_how_much_of_the_moving_is_hidden(void **state) {
     assert_contains(text, "whole step: 300.0 us");
 }
 
+// Two workers' tiles: 8, 10 and 30 us, with 1 us and (in which one waits) 5 us between, and 9 us, behind a tile of another kind.
+static void the_script_tells_how_long_tiles_take_and_what_is_between(void **state) {
+    (void)state;
+    char line[512];
+    struct trace t;
+    trace_open(&t, 2, 8);
+    trace_add(&t, TRACE_TRACK_STEP, of_block(4, event("moe forward", 0, 100e-6)));
+    trace_add(&t, TRACE_TRACK_WORKER, of_block(4, event("down", 0, 8e-6)));
+    trace_add(&t, TRACE_TRACK_WORKER, of_block(4, event("down", 9e-6, 19e-6)));
+    trace_add(&t, TRACE_TRACK_WORKER, of_block(4, event("wait", 20e-6, 23e-6)));
+    trace_add(&t, TRACE_TRACK_WORKER, of_block(4, event("down", 24e-6, 54e-6)));
+    trace_add(&t, TRACE_TRACK_WORKER + 1, of_block(4, event("gate/up", 0, 40e-6)));
+    trace_add(&t, TRACE_TRACK_WORKER + 1, of_block(4, event("down", 60e-6, 69e-6)));
+    trace_write(&t, NULL, at("trace.json"));
+    trace_close(&t);
+    snprintf(line, sizeof line, "%s --layer 4 --pass forward", at("trace.json"));
+    assert_int_equal(plot(line), 0);
+    assert_contains(text,
+                    "workers  down                    4           57.0     28.5 %       10.0       30.0      3.0\n");
+    assert_contains(text,
+                    "workers  gate/up                 1           40.0     20.0 %       40.0       40.0        -\n");
+}
+
 static void the_script_says_what_is_wrong(void **state) {
     (void)state;
     char line[512];
@@ -752,6 +775,7 @@ int main(int argc, char **argv) {
         TEST(the_table_is_sorted_and_sums_to_the_step),
         TEST(a_step_is_told_apart_by_operation),
         TEST(the_script_finds_how_much_of_the_moving_is_hidden),
+        TEST(the_script_tells_how_long_tiles_take_and_what_is_between),
         TEST(the_script_says_what_is_wrong),
     };
     const struct CMUnitTest together[] = {
